@@ -150,7 +150,7 @@ class GRPO(lightning.LightningModule):
                 KeyValues() for _ in self.policy.blocks
             ]
             return self.next_token(tokens_NT, noise_NV, caches), [
-                (each.k_BHSK, each.v_BHSK) for each in caches
+                (cache.k_BHSK, cache.v_BHSK) for cache in caches
             ]
 
         past = [(past_NHSK, past_NHSK) for _ in self.policy.blocks]
@@ -176,11 +176,9 @@ class Prompts(Dataset):
     """Prompt i: P tokens and a seed, both drawn from i."""
 
     def __init__(self, vocab_size: int, prompt_length: int, num_samples: int) -> None:
-        self.vocab_size, self.prompt_length, self.num_samples = (
-            vocab_size,
-            prompt_length,
-            num_samples,
-        )
+        self.vocab_size = vocab_size
+        self.prompt_length = prompt_length
+        self.num_samples = num_samples
 
     def __len__(self) -> int:
         return self.num_samples

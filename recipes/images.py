@@ -15,7 +15,7 @@ class Digits(lightning.LightningDataModule):
     download.
 
     Args:
-        batch_size: rows that the loader yields: one rank's, or the whole batch under
+        batch_size: rows that the loader yields: one rank's, or the global batch under
             `strategy.batch_scope: global`.
     """
 
@@ -46,7 +46,7 @@ class ImageShapes(lightning.LightningDataModule):
     measuring.
 
     Args:
-        batch_size: rows that the loader yields: one rank's, or the whole batch under
+        batch_size: rows that the loader yields: one rank's, or the global batch under
             `strategy.batch_scope: global`.
         image_size: H.
         num_classes: of the labels.

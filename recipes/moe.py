@@ -163,8 +163,8 @@ class MoE(lightning.LightningModule):
             their layers.
         group_size: tokens that are routed together: a multiple of the sequence length, or a part of
             it.
-        capacity_factor: an expert takes so many times its even share of a group; None: all that
-            choose it (dropless).
+        capacity_factor: capacity of an expert in multiples of its even share of a group; None: all
+            tokens that choose it (dropless).
         balance_weight: of the load-balancing loss (mean over the blocks with experts).
         dropout, init_std, lr, weight_decay, betas: as in gpt.py.
         optimizer: `adamw`, or `sgd` without momentum, which keeps no state.

@@ -4,11 +4,11 @@ find, and how soon.
     alpa plan gpt_1_3b --cluster p3_16xlarge_x8 cluster.num_nodes=1 --search mcmc
 
 They are for comparison: nothing that trains needs them. One of your own is a function `(task,
-seconds) -> Plan` in a file or module, asked for as `--search my_search.annealing`.
+seconds) -> Plan` in a file or module, requested as `--search my_search.annealing`.
 
-A state is a schedule and stages, each so many layers on a submesh; its price is the simulated step
-of
-`inter_op/candidates.py`, every stage by its cheapest layouts that fit into memory. Searches are
+A state is a schedule and stages, each a number of layers on a submesh. Its price is the simulated
+step of `inter_op/candidates.py`, every stage by its cheapest layouts that fit into memory. Searches
+are
 functions from a
 `Space` and a number of seconds to a `Trace`; they read the clock, so unlike the planner they may
 find something else every time. `megatron` tries equal stages of one shape, `exhaustive` every state
@@ -91,7 +91,7 @@ class Space(StageSpace):
         return [(name, v) for name in names for v in SCHEDULES[name].stages_per_mesh]
 
     def price(self, state: State) -> Candidate | None:
-        """Every stage by its cheapest candidate; None where it cannot be: devices left over, a
+        """Every stage by its cheapest candidate; None if it cannot be: devices left over, a
         schedule that does not
         go, no memory."""
         if state not in self._priced:
@@ -99,7 +99,9 @@ class Space(StageSpace):
         return self._priced[state]
 
     def _price(self, state: State) -> Candidate | None:
-        job, v, schedule = self.job, state.stages_per_mesh, state.schedule
+        job = self.job
+        v = state.stages_per_mesh
+        schedule = state.schedule
         counts, meshes = zip(*state.stages, strict=True)
         ranks, rest = divmod(len(meshes), v)
         sizes = [self.sizes[mesh] for mesh in meshes]
@@ -130,7 +132,7 @@ class Space(StageSpace):
         return self.candidates(self.tables, left, schedule, 1, [choice], alive)[0]
 
     def equal(self, mesh: int, schedule: str, v: int) -> State | None:
-        """Stages of about equally many layers on equal meshes; None where there are more stages
+        """Stages of about equally many layers on equal meshes; None if there are more stages
         than layers.
         """
         ranks, rest = divmod(self.job.cluster.num_devices, self.sizes[mesh])
@@ -142,12 +144,14 @@ class Space(StageSpace):
             or (ranks == 1 and v > 1)
         ):
             return None
-        cuts = self.pinned or [round(i * self.job.num_layers / count) for i in range(count + 1)]
+        cuts = self.pinned
+        if not cuts:
+            cuts = [round(i * self.job.num_layers / count) for i in range(count + 1)]
         return State(schedule, v, tuple((b - a, mesh) for a, b in pairwise(cuts)))
 
     def changes(self, state: State) -> Iterator[State]:
-        """Neighbours: a layer to the next stage, a stage cut into two on half the devices each, two
-        made one.
+        """Neighbours: a layer to the next stage, a stage split into two on half the devices each,
+        two made one.
         """
         stages = state.stages
         for i, ((n, mesh), (m, other)) in enumerate(pairwise(stages)):
@@ -190,7 +194,9 @@ class _Watch:
     """Prices states until the time is over, and keeps the best."""
 
     def __init__(self, space: Space, seconds: float) -> None:
-        self.space, self.trace, self.started = space, Trace(), time.perf_counter()
+        self.space = space
+        self.trace = Trace()
+        self.started = time.perf_counter()
         self.end = self.started + seconds
 
     @property
@@ -264,7 +270,9 @@ def flexflow_like(space: Space, seconds: float, seed: int = 0) -> Trace:
     The tables in which changes are priced are made outside of `seconds`, as those of the other
     searches are.
     """
-    job, watch, rng = space.job, _Watch(space, seconds), random.Random(seed)
+    job = space.job
+    watch = _Watch(space, seconds)
+    rng = random.Random(seed)
     whole = len(space.meshes) - 1
     if not space.may_be[0, -1, whole]:
         return watch.trace
@@ -299,7 +307,9 @@ class _Chain:
 
     def __init__(self, space: Space, wish: StageRequest, rng: random.Random) -> None:
         job = self.job = space.job
-        self.space, self.rng, self.solver = space, rng, StageSolver(job)
+        self.space = space
+        self.rng = rng
+        self.solver = StageSolver(job)
         self.priced = self.solver.price(wish)
         self.problem = weighted(self.priced.finest, job.num_microbatches, 1, wish.remat)
         self.near, self.limit = Neighbourhood(self.problem), job.memory_limit
@@ -339,13 +349,20 @@ class _Chain:
         pair = np.array([seconds, self.seconds]), np.array([num_bytes, self.num_bytes])
         price, now = map(float, self._weighed(*pair))
         if _is_taken(price, now, HEAT / len(self.ops), self.rng):
-            self.at, self.seconds, self.num_bytes = at, seconds, num_bytes
+            self.at = at
+            self.seconds = seconds
+            self.num_bytes = num_bytes
             if num_bytes <= self.limit and price < self.best[0]:
                 self.best = price, at
 
     def found(self, submesh: int) -> Candidate | None:
-        """The best that fits; short-lived memory that does not is reserved from then on."""
-        job, wish, (_, at) = self.job, self.priced.wish, self.best
+        """Return the best candidate that fits; None if there is none.
+
+        Temporary memory that does not fit is reserved from then on.
+        """
+        job = self.job
+        wish = self.priced.wish
+        _, at = self.best
         if math.isinf(self.best[0]):
             return None
         seconds, num_bytes = evaluate(self.problem, at)
@@ -420,7 +437,9 @@ def plan_by(task: PlanTask, name: str, seconds: float = 10.0) -> Plan:
 
     def solve(stages: StageSpace, known: float) -> list[Candidate]:
         found = SEARCHES[name](Space(stages.job, stages.meshes, stages.runs), seconds, 0).best
-        return [found] if found is not None and found.seconds < known else []
+        if found is not None and found.seconds < known:
+            return [found]
+        return []
 
     return plan_pipeline(task, solve=solve)
 

@@ -60,7 +60,7 @@ class TextData(lightning.LightningDataModule):
     """Batches of (tokens [B, T], targets [B, T]), int64.
 
     Args:
-        batch_size: rows that the loader yields: one rank's, or the whole batch under
+        batch_size: rows that the loader yields: one rank's, or the global batch under
             `strategy.batch_scope: global`.
         sequence_length: T.
         path: a text file or a `.bin` of uint16 token ids; None: Python's help topics, about 0.7 MB

@@ -93,7 +93,10 @@ class WideResNet(lightning.LightningModule):
         for resolution, count in enumerate(DEPTHS[layers] if isinstance(layers, int) else layers):
             own = channels * 2**resolution
             for index in range(count):
-                stride = 2 if resolution > 0 and index == 0 else 1
+                if resolution > 0 and index == 0:
+                    stride = 2
+                else:
+                    stride = 1
                 self.blocks.append(Bottleneck(before, own, width, stride))
                 before = 4 * own
         self.head = nn.Linear(before, num_classes)

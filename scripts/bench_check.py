@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
+
+from bench_jobs import output_tail, run_job
 
 ROOT = Path(__file__).resolve().parent.parent
 CODE = """
@@ -40,25 +40,35 @@ class First(pl.Callback):
 planning._check_computes = timed
 recipe = load_recipe(sys.argv[1], [])
 pl.seed_everything(0, verbose=False)
-strategy = AlpaStrategy(cluster="pcie_8gpu", capture="require", verbose=False, **json.loads(sys.argv[3]))
-trainer = pl.Trainer(accelerator="cpu", devices=2, strategy=strategy, max_steps=1, callbacks=[First()], logger=False,
-    enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, default_root_dir=sys.argv[2])
+options = json.loads(sys.argv[3])
+strategy = AlpaStrategy(cluster="pcie_8gpu", capture="require", verbose=False, **options)
+trainer = pl.Trainer(
+    accelerator="cpu",
+    devices=2,
+    strategy=strategy,
+    max_steps=1,
+    callbacks=[First()],
+    logger=False,
+    enable_checkpointing=False,
+    enable_progress_bar=False,
+    enable_model_summary=False,
+    default_root_dir=sys.argv[2],
+)
 trainer.fit(build_model(recipe), datamodule=build_data(recipe))
 """
 
 
 def seconds(recipe: str, folder: str, options: dict[str, object]) -> tuple[float, float]:
-    """(of the check, of all) in one job of two ranks."""
+    """Return CPU seconds of rank 0 in one job of two ranks: (of the check, of the full start)."""
     script = Path(folder) / "job.py"
     script.write_text(CODE)
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, str(script), recipe, folder, json.dumps(options)]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
-    lines = [line for line in done.stdout.splitlines() if line.startswith("CHECK")]
+    job = run_job(command, recipe)
+    lines = [line for line in job.stdout.splitlines() if line.startswith("CHECK")]
     if not lines:
-        raise SystemExit(done.stdout + done.stderr)
-    check, whole = json.loads(lines[0].removeprefix("CHECK"))
-    return check, whole
+        raise SystemExit(f"{recipe} made no step:\n{output_tail(job)}")
+    check, start = json.loads(lines[0].removeprefix("CHECK"))
+    return check, start
 
 
 def main() -> int:
@@ -71,12 +81,12 @@ def main() -> int:
     arguments = parser.parse_args()
     options = {
         name: json.loads(value)
-        for name, _, value in (each.partition("=") for each in arguments.options)
+        for name, _, value in (option.partition("=") for option in arguments.options)
     }
     with tempfile.TemporaryDirectory() as folder:
         seconds(arguments.recipe, folder, options)  # makes the plan
-        found = [seconds(arguments.recipe, folder, options) for _ in range(arguments.rounds)]
-    check, whole = (statistics.median(values) for values in zip(*found, strict=True))
+        results = [seconds(arguments.recipe, folder, options) for _ in range(arguments.rounds)]
+    check, whole = (statistics.median(values) for values in zip(*results, strict=True))
     print(
         f"{arguments.recipe} {options}: check {check * 1e3:.1f} ms of {whole:.2f} s:"
         f" {check / whole:.2%}"

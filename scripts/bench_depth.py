@@ -1,7 +1,8 @@
 """How planning grows with depth: capture and planning of equal layers, of layers that all differ,
 and of a library's.
 
-    python scripts/bench_depth.py                       # every family at 2, 8, 32 and 64 layers, on 8 devices
+    # every family at 2, 8, 32 and 64 layers, on 8 devices
+    python scripts/bench_depth.py
     python scripts/bench_depth.py gpt,tapered 8,16,32
 
 CPU seconds, each plan in a process of its own (what one plan made is no help to the next). No
@@ -30,7 +31,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "recipes"))
 from gpt import GPT
 from wide_resnet import Bottleneck
 
-ROWS, LENGTH, VOCAB = 8, 512, 8192
+ROWS = 8
+LENGTH = 512
+VOCAB = 8192
 
 
 class Tapered(lightning.LightningModule):

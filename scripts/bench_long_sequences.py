@@ -1,47 +1,56 @@
 """A GPT on one sample four times as long as a device's memory holds, on four ranks; nothing is
 pinned but the limit.
 
-    python scripts/bench_long_sequences.py                       # 16384 tokens, heads exchanged and keys going around
+    # 16384 tokens, heads exchanged and keys going around
+    python scripts/bench_long_sequences.py
     python scripts/bench_long_sequences.py --length 4096 --hidden 128
 
-The limit is what a plan for one device needs for a quarter of the sequence, all activations kept.
-Costs are measured on the spot. `cpu` is the work of a rank's process in a step: the balance of the
-causal mask's halves.
+The limit is the memory of a one-device plan for a quarter of the sequence with all activations
+saved. Costs are measured by the job itself. `cpu` is the CPU seconds of a rank's process in a step:
+how evenly the causal mask is divided.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
+import torch
+
+# torch.optim imports it at the first optimizer: loaded here, its memory is in the baseline.
+import torch._dynamo
+from bench_jobs import run_job, torchrun
 from bench_memory import Watch, own_peak, resident_bytes
+from torch.utils.data import DataLoader
+
+# The first step would load them: loaded here, their memory is in the baseline.
+import alpa_strategy.lightning.run
+import alpa_strategy.planner.planner  # noqa: F401
+from alpa_strategy import AlpaStrategy, ClusterSpec, PlanOptions, make_plan
 
 ROOT = Path(__file__).resolve().parent.parent
-RANKS, STEPS = 4, 4
+sys.path.insert(0, str(ROOT / "recipes"))
+
+from gpt import GPT  # noqa: E402
+
+RANKS = 4
+STEPS = 4
 
 
 def model_of(args: argparse.Namespace, heads: int, length: int) -> Any:
-    """recipes/gpt.py at this length."""
-    sys.path.insert(0, str(ROOT / "recipes"))
-    from gpt import GPT
-
+    """Return the model of recipes/gpt.py for sequences of `length` tokens."""
     return GPT(args.layers, args.hidden, heads, vocab_size=512, sequence_length=length)
 
 
 def limit_of(args: argparse.Namespace, heads: int) -> int:
-    """Bytes that one device needs for a quarter of the sequence."""
-    import torch
-
-    from alpa_strategy import ClusterSpec, PlanOptions, make_plan
-
+    """Return the bytes that one device needs for a quarter of the sequence."""
     tokens = torch.zeros(1, args.length // RANKS, dtype=torch.int64)
     cluster = ClusterSpec.load("pcie_8gpu", {"num_nodes": 1, "devices_per_node": 1})
     options = PlanOptions.from_user(batch_scope="global", remat=False)
@@ -50,49 +59,53 @@ def limit_of(args: argparse.Namespace, heads: int) -> int:
     ).predicted.peak_bytes
 
 
+class Clock(pl.Callback):
+    """Stores wall and CPU seconds of each step, and the peak memory of the last one."""
+
+    def __init__(self, watch: Watch) -> None:
+        self._watch = watch
+        self.wall: list[float] = []
+        self.cpu: list[float] = []
+
+    def on_train_batch_start(self, *unused: object) -> None:
+        self._watch.peak, _ = resident_bytes()
+        self._started = time.perf_counter(), time.process_time()
+
+    def on_train_batch_end(self, *unused: object) -> None:
+        wall, cpu = self._started
+        self.wall.append(time.perf_counter() - wall)
+        self.cpu.append(time.process_time() - cpu)
+        self.peak = self._watch.peak
+
+
 def worker(args: argparse.Namespace) -> None:
-    """One rank: trains, and writes what it measured."""
-    import lightning.pytorch as pl
-    import torch
-    import torch._dynamo  # what torch.optim imports at the first optimizer
-    from torch.utils.data import DataLoader
-
-    import alpa_strategy.lightning.run
-    import alpa_strategy.planner.planner  # noqa: F401
-    from alpa_strategy import AlpaStrategy
-
-    class Clock(pl.Callback):
-        def __init__(self) -> None:
-            self.wall: list[float] = []
-            self.cpu: list[float] = []
-
-        def on_train_batch_start(self, *unused: object) -> None:
-            watch.peak, _ = resident_bytes()
-            self.began = time.perf_counter(), time.process_time()
-
-        def on_train_batch_end(self, *unused: object) -> None:
-            self.wall.append(time.perf_counter() - self.began[0])
-            self.cpu.append(time.process_time() - self.began[1])
-            self.peak = watch.peak
-
+    """Train on one rank, and write its measured figures."""
     torch.set_num_threads(1)
     rows = torch.randint(
         512, (STEPS + 1, args.length + 1), generator=torch.Generator().manual_seed(0)
     )
     base, _ = resident_bytes()
-    watch, clock = Watch(), Clock()
+    watch = Watch()
+    clock = Clock(watch)
     watch.start()
     strategy = AlpaStrategy(batch_scope="global", memory_limit=args.limit, verbose=False)
     trainer = pl.Trainer(
-        accelerator="cpu", devices=RANKS, strategy=strategy, max_steps=STEPS, callbacks=[clock], logger=False,
-        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
-    )  # fmt: skip
+        accelerator="cpu",
+        devices=RANKS,
+        strategy=strategy,
+        max_steps=STEPS,
+        callbacks=[clock],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
     trainer.fit(
         model_of(args, args.heads, args.length), DataLoader([(row[:-1], row[1:]) for row in rows])
     )
     plan = strategy.plan
     stage = plan.stages[0]
-    found = {
+    results = {
         "mesh": list(stage.logical_mesh),
         "remat": stage.remat,
         "stages": len(plan.stages),
@@ -109,26 +122,16 @@ def worker(args: argparse.Namespace) -> None:
         "planned": own_peak(plan, trainer.global_rank),
         "peak": clock.peak - base,
     }
-    Path(f"{args.out}.{trainer.global_rank}").write_text(json.dumps(found))
+    Path(f"{args.out}.{trainer.global_rank}").write_text(json.dumps(results))
 
 
 def run(heads: int, limit: int, arguments: list[str]) -> list[dict[str, Any]]:
     """What every rank measured."""
     with tempfile.TemporaryDirectory() as folder:
         out = str(Path(folder) / "found")
-        command = [
-            sys.executable,
-            "-m",
-            "torch.distributed.run",
-            "--standalone",
-            f"--nproc-per-node={RANKS}",
-            __file__,
-        ]
+        command = torchrun(__file__, RANKS)
         command += [*arguments, "--heads", str(heads), "--limit", str(limit), "--out", out]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        done = subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True)
-        if done.returncode:
-            raise SystemExit(f"{heads} heads failed:\n{done.stdout[-3000:]}\n{done.stderr[-5000:]}")
+        run_job(command, f"{heads} heads", folder)
         return [json.loads(Path(f"{out}.{rank}").read_text()) for rank in range(RANKS)]
 
 

@@ -1,30 +1,28 @@
 """Peak memory of every rank against the plan's prediction; and a model of three times a device's
 memory, on four.
 
-    python scripts/bench_memory.py                          # the table: one stage and pipelines, 500 MB and more
-    python scripts/bench_memory.py --cases large            # parameters and Adam state are 3 x memory_limit, 4 ranks
-    python scripts/bench_memory.py --require 0.15           # exit 1 where they differ by more
+    python scripts/bench_memory.py                  # the table: one stage and pipelines, >= 500 MB
+    python scripts/bench_memory.py --cases large    # parameters and Adam state: 3 x memory_limit
+    python scripts/bench_memory.py --require 0.15   # exit 1 if they differ by more
 
-`ru_maxrss` is what the system says of the whole process, libraries included, from its start to the
-last step (then a module that fits is made whole again); it is compared with the plan's bytes and
-`AlpaStrategy.process_bytes`. On CPUs what a plan puts into host memory lies in the same memory, and
-is planned as well. A single stage of whole parameters is
-held to its limit, not to its plan: far from the limit freed blocks are kept. Apart from it,
-measured is resident memory
-beyond what the process held when its imports were done, every few milliseconds: the highest from
-there on, and the highest during the training steps after the first. Pages of files (the libraries'
-code) do not count there: the kernel takes them and gives them back as it likes, 200 MB and more of
-them.
+`ru_maxrss` is the system's figure for the full process, libraries included, from its start to the
+last step (afterwards the parameters of a module that fits are unsharded). It is compared with the
+plan's bytes plus `AlpaStrategy.process_bytes`. On CPUs, tensors that a plan offloads to host memory
+are in the same memory and are planned as well. A single stage of unsharded parameters has to stay
+within its limit, not within its plan: far from the limit freed blocks stay allocated.
+
+The other figures are resident memory in addition to that of the process after its imports, measured
+every few milliseconds: the highest from there on, and the highest during the training steps after
+the first. Pages of files (the libraries' code) do not count there: the kernel maps and drops 200 MB
+and more of them at any time.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import math
 import os
 import resource
-import subprocess
 import sys
 import tempfile
 import threading
@@ -33,17 +31,41 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-SAMPLE_SECONDS = 0.003
+import lightning.pytorch as pl
+import torch
+
+# torch.optim imports it at the first optimizer: loaded here, its memory is in the baseline.
+import torch._dynamo
+from bench_jobs import run_job, torchrun
+from rich.console import Console
+from rich.table import Table
+from torch.utils.data import DataLoader, Dataset
+
+# The first step would load them: loaded here, their memory is in the baseline.
+import alpa_strategy.lightning.run
+import alpa_strategy.planner.planner
+
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "recipes"))
+
+from gpt import GPT  # noqa: E402
+
+SAMPLE_SECONDS = 0.003
 
 
 @dataclass(frozen=True)
 class Case:
-    """One job: `gpt` are sizes of recipes/gpt.py, `strategy` options of AlpaStrategy."""
+    """One job."""
 
     ranks: int
+
+    # sizes of recipes/gpt.py
     gpt: dict[str, int]
+
+    # samples of a rank's batch
     rows: int
+
+    # options of AlpaStrategy
     strategy: dict[str, Any] = field(default_factory=dict)
 
 
@@ -100,29 +122,28 @@ CASES = {
     "large, 6 layers": Case(4, {**LARGE, "num_layers": 6}, 1),
     "large, 30 layers": Case(4, {**LARGE, "num_layers": 30}, 1),
 }
-LARGE_CASES = [
-    name for name in CASES if name.startswith("large")
-]  # their memory_limit is a third of the state
+# Their memory_limit is a third of the state.
+LARGE_CASES = [name for name in CASES if name.startswith("large")]
 
 
 def state_bytes(gpt: dict[str, int]) -> int:
     """Parameters and Adam's two moments in float32, gradients apart."""
-    h, vocab, length = gpt["hidden"], gpt["vocab_size"], gpt["sequence_length"]
+    h = gpt["hidden"]
+    vocab = gpt["vocab_size"]
+    length = gpt["sequence_length"]
     block = 12 * h * h + 13 * h
     return 12 * (gpt["num_layers"] * block + (vocab + length) * h + 2 * h)
 
 
 def resident_bytes() -> tuple[int, int]:
-    """Resident memory of this process: pages of files apart, and those."""
+    """Return the resident bytes of this process: (without pages of files, pages of files)."""
     _, resident, files, *_ = map(int, Path("/proc/self/statm").read_text().split())
     page = os.sysconf("SC_PAGESIZE")
     return (resident - files) * page, files * page
 
 
 class Watch(threading.Thread):
-    """Remembers the highest resident memory since `peak` was set, and the most pages of files of
-    all.
-    """
+    """Samples resident memory: its maximum since `peak` was set, and the maximum of file pages."""
 
     def __init__(self) -> None:
         super().__init__(daemon=True)
@@ -135,72 +156,76 @@ class Watch(threading.Thread):
             time.sleep(SAMPLE_SECONDS)
 
 
+class Tokens(Dataset):
+    """10,000 samples (tokens, targets) of a case's GPT."""
+
+    def __init__(self, gpt: dict[str, int]) -> None:
+        self.vocab_size = gpt["vocab_size"]
+        self.length = gpt["sequence_length"]
+
+    def __len__(self) -> int:
+        return 10_000
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        generator = torch.Generator().manual_seed(index)
+        row = torch.randint(self.vocab_size, (self.length + 1,), generator=generator)
+        return row[:-1], row[1:]
+
+
+class Model(pl.LightningModule):
+    """A GPT that is made in `configure_model`, so that a rank need not hold it unsharded."""
+
+    def __init__(self, sizes: dict[str, int]) -> None:
+        super().__init__()
+        self.sizes = sizes
+        self.gpt: GPT | None = None
+
+    def configure_model(self) -> None:
+        if self.gpt is None:
+            self.gpt = GPT(**self.sizes)
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        tokens, targets = batch
+        logits = self.gpt(tokens)
+        return torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=1e-4)
+
+
+class Marks(pl.Callback):
+    """Stores resident bytes before and after steps, and their peaks.
+
+    Attributes:
+        marks: name of the moment -> resident bytes.
+        steps: peak of the training steps after the first, bytes.
+        total: peak of the process according to the system, bytes.
+    """
+
+    def __init__(self, watch: Watch) -> None:
+        self.watch = watch
+        self.marks: dict[str, int] = {}
+
+    def on_train_batch_start(self, trainer: pl.Trainer, *unused: object) -> None:
+        if trainer.global_step == 1:
+            self.marks["until the first step"] = self.watch.peak
+            self.watch.peak, _ = resident_bytes()
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *unused: object) -> None:
+        self.marks[f"after step {trainer.global_step}"], _ = resident_bytes()
+        # Read here, before the parameters of a module that fits are unsharded at the end.
+        self.steps = self.watch.peak
+        self.total = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
 def worker(case: Case, out: Path) -> None:
-    """One rank of one job; writes what it measured."""
-    import lightning.pytorch as pl
-    import torch
-    import torch._dynamo  # what torch.optim imports at the first optimizer
-    from torch.utils.data import DataLoader, Dataset
-
-    sys.path.insert(0, str(ROOT / "recipes"))
-    from gpt import GPT
-
-    import alpa_strategy
-    import alpa_strategy.lightning.run
-    import alpa_strategy.planner.planner
-
-    class Tokens(Dataset):
-        def __len__(self) -> int:
-            return 10_000
-
-        def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-            generator = torch.Generator().manual_seed(index)
-            row = torch.randint(
-                case.gpt["vocab_size"], (case.gpt["sequence_length"] + 1,), generator=generator
-            )
-            return row[:-1], row[1:]
-
-    class Model(pl.LightningModule):
-        def __init__(self) -> None:
-            super().__init__()
-            self.gpt: GPT | None = None
-
-        def configure_model(self) -> None:
-            if self.gpt is None:
-                self.gpt = GPT(**case.gpt)
-
-        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-            tokens, targets = batch
-            return torch.nn.functional.cross_entropy(
-                self.gpt(tokens).flatten(0, 1), targets.flatten()
-            )
-
-        def configure_optimizers(self) -> torch.optim.Optimizer:
-            return torch.optim.AdamW(self.parameters(), lr=1e-4)
-
-    class Marks(pl.Callback):
-        def __init__(self) -> None:
-            self.marks: dict[str, int] = {}
-
-        def on_train_batch_start(self, trainer: pl.Trainer, *unused: object) -> None:
-            if trainer.global_step == 1:
-                self.marks["until the first step"] = watch.peak
-                watch.peak, _ = resident_bytes()
-
-        def on_train_batch_end(self, trainer: pl.Trainer, *unused: object) -> None:
-            self.marks[f"after step {trainer.global_step}"], _ = resident_bytes()
-            # Before a module that fits is made whole again.
-            self.steps, self.total = (
-                watch.peak,
-                resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
-            )
-
+    """Train on one rank of one job, and write its measured bytes."""
     torch.set_num_threads(1)
     pl.seed_everything(0, verbose=False)
     baseline, files = resident_bytes()
     watch = Watch()
     watch.start()
-    marks = Marks()
+    marks = Marks(watch)
     strategy = alpa_strategy.AlpaStrategy(
         cluster="pcie_8gpu",
         capture="require",
@@ -209,19 +234,27 @@ def worker(case: Case, out: Path) -> None:
         **case.strategy,
     )
     trainer = pl.Trainer(
-        accelerator="cpu", devices=case.ranks, strategy=strategy, max_steps=4, callbacks=[marks], logger=False,
-        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
-    )  # fmt: skip
-    trainer.fit(Model(), DataLoader(Tokens(), batch_size=case.rows))
+        accelerator="cpu",
+        devices=case.ranks,
+        strategy=strategy,
+        max_steps=4,
+        callbacks=[marks],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(Model(case.gpt), DataLoader(Tokens(case.gpt), batch_size=case.rows))
     steps = marks.steps
     with torch.device("meta"):
-        whole = {
-            f"gpt.{name}": parameter.nbytes
-            for name, parameter in GPT(**case.gpt).named_parameters()
-        }
-    found = {
+        full_model = GPT(**case.gpt)
+    full_bytes = {}
+    for name, parameter in full_model.named_parameters():
+        full_bytes[f"gpt.{name}"] = parameter.nbytes
+    planned = own_peak(strategy.plan, trainer.global_rank) + host_bytes(strategy.plan, full_bytes)
+    results = {
         "rank": trainer.global_rank,
-        "planned": own_peak(strategy.plan, trainer.global_rank) + host_bytes(strategy.plan, whole),
+        "planned": planned,
         "steps": steps - baseline,
         "start": max(steps, marks.marks["until the first step"]) - baseline,
         "baseline": baseline,
@@ -230,11 +263,11 @@ def worker(case: Case, out: Path) -> None:
         "process": strategy.process_bytes,
         "marks": {name: value - baseline for name, value in marks.marks.items()},
     }
-    out.with_suffix(f".{trainer.global_rank}").write_text(json.dumps(found))
+    out.with_suffix(f".{trainer.global_rank}").write_text(json.dumps(results))
 
 
 def own_peak(plan: Any, rank: int) -> int:
-    """The prediction for one rank: of its stages together."""
+    """Return the planned peak bytes of one rank, all its stages together."""
     return sum(
         stage.predicted.peak_bytes
         for stage in plan.stages
@@ -242,41 +275,38 @@ def own_peak(plan: Any, rank: int) -> int:
     )
 
 
-def host_bytes(plan: Any, whole: dict[str, int]) -> float:
-    """Of a rank's parts of what lies in host memory: with its gradient and Adam's two moments.
-    whole: bytes by name.
+def host_bytes(plan: Any, full_bytes: dict[str, int]) -> float:
+    """Return the bytes of a rank's offloaded shards, with their gradients and Adam's two moments.
+
+    Args:
+        plan: of the run.
+        full_bytes: parameter name -> bytes of the unsharded parameter.
     """
     total = 0.0
     for stage in plan.stages:
         for name, how in stage.parameter_plans.items():
-            parts = math.prod(
-                n for n, mode in zip(stage.logical_mesh, how.modes, strict=True) if mode.is_shard
-            )
-            total += 4 * whole[name] / parts if how.on_host else 0.0
+            if not how.on_host:
+                continue
+            num_shards = 1
+            for size, mode in zip(stage.logical_mesh, how.modes, strict=True):
+                if mode.is_shard:
+                    num_shards *= size
+            total += 4 * full_bytes[name] / num_shards
     return total
 
 
 def run_case(name: str, plans: str) -> list[dict[str, Any]]:
-    """What every rank measured."""
+    """Run one job, and return the figures that each rank measured."""
     case = CASES[name]
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "found"
-        command = [
-            sys.executable,
-            "-m",
-            "torch.distributed.run",
-            "--standalone",
-            f"--nproc-per-node={case.ranks}",
-        ]
-        command += [__file__, "--worker", name, "--out", str(out)]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "ALPA_PLANS": plans}
-        done = subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True)
-        if done.returncode:
-            raise SystemExit(f"{name} failed:\n{done.stdout[-3000:]}\n{done.stderr[-5000:]}")
+        command = [*torchrun(__file__, case.ranks), "--worker", name, "--out", str(out)]
+        run_job(command, name, folder, {"ALPA_PLANS": plans})
         return [json.loads(out.with_suffix(f".{rank}").read_text()) for rank in range(case.ranks)]
 
 
-def main() -> int:
+def read_arguments() -> argparse.Namespace:
+    """Return the command line's options."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -289,15 +319,16 @@ def main() -> int:
     parser.add_argument("--details", action="store_true", help="also print memory after every step")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     parser.add_argument("--out", type=Path, help=argparse.SUPPRESS)
-    args = parser.parse_args()
+    return parser.parse_args()
+
+
+def main() -> int:
+    args = read_arguments()
     for name in LARGE_CASES:
         CASES[name].strategy["memory_limit"] = state_bytes(CASES[name].gpt) / 3
     if args.worker:
         worker(CASES[args.worker], args.out)
         return 0
-    from rich.console import Console
-    from rich.table import Table
-
     table = Table(title="peak memory per rank, MB of RSS beyond the imports'")
     for column in (
         "plan",
@@ -317,37 +348,61 @@ def main() -> int:
     console = Console(width=150)
     with tempfile.TemporaryDirectory() as plans:
         for name in args.cases or [name for name in CASES if name not in LARGE_CASES]:
-            for found in run_case(name, plans):
-                planned, steps, start = found["planned"], found["steps"], found["start"]
-                row = [name, str(found["rank"]), f"{planned / 1e6:.0f}", f"{steps / 1e6:.0f}"]
-                row += [f"{steps / planned:.2f}", f"{start / 1e6:.0f}", f"{start / planned:.2f}"]
-                row += [
-                    f"{found['files'] / 1e6:.0f}",
-                    f"{found['process'] / 1e6:.0f}",
-                    f"{found['total'] / 1e6:.0f}",
-                ]
-                row += [f"{found['total'] / (planned + found['process']):.2f}"]
-                table.add_row(*row)
+            for figures in run_case(name, plans):
+                table.add_row(name, *row_of(figures))
                 if args.require is not None:
-                    wrong |= abs(steps / planned - 1) > args.require
-                    wrong |= found["total"] > 1.1 * (planned + found["process"])
-                    wrong |= (
-                        name in LARGE_CASES and found["total"] > 1.1 * planned + found["process"]
-                    )
+                    wrong |= exceeds(name, figures, args.require)
                 if args.details:
-                    console.print(
-                        name,
-                        found["rank"],
-                        {k: f"{v / 1e6:.0f}" for k, v in found["marks"].items()},
-                    )
+                    marks = {k: f"{v / 1e6:.0f}" for k, v in figures["marks"].items()}
+                    console.print(name, figures["rank"], marks)
     console.print(table)
-    for name in (name for name in args.cases or () if name in LARGE_CASES):
-        whole = state_bytes(CASES[name].gpt)
+    for name in args.cases or ():
+        if name not in LARGE_CASES:
+            continue
+        state = state_bytes(CASES[name].gpt)
         console.print(
-            f"{name}: parameters and Adam state {whole / 1e6:.0f} MB, memory_limit"
-            f" {whole / 3e6:.0f} MB"
+            f"{name}: parameters and Adam state {state / 1e6:.0f} MB, memory_limit"
+            f" {state / 3e6:.0f} MB"
         )
     return 1 if wrong else 0
+
+
+def row_of(figures: dict[str, Any]) -> list[str]:
+    """Return the columns of one rank after its case's name; bytes are shown in MB."""
+    planned = figures["planned"]
+    steps = figures["steps"]
+    start = figures["start"]
+    total = figures["total"]
+    process = figures["process"]
+    return [
+        str(figures["rank"]),
+        f"{planned / 1e6:.0f}",
+        f"{steps / 1e6:.0f}",
+        f"{steps / planned:.2f}",
+        f"{start / 1e6:.0f}",
+        f"{start / planned:.2f}",
+        f"{figures['files'] / 1e6:.0f}",
+        f"{process / 1e6:.0f}",
+        f"{total / 1e6:.0f}",
+        f"{total / (planned + process):.2f}",
+    ]
+
+
+def exceeds(name: str, figures: dict[str, Any], tolerance: float) -> bool:
+    """Return whether the peaks of one rank differ too much from its plan.
+
+    Args:
+        name: of the case.
+        figures: measured by the rank, bytes.
+        tolerance: largest relative difference of the peak during the steps.
+    """
+    planned = figures["planned"]
+    process = figures["process"]
+    if abs(figures["steps"] / planned - 1) > tolerance:
+        return True
+    if name in LARGE_CASES and figures["total"] > 1.1 * planned + process:
+        return True
+    return figures["total"] > 1.1 * (planned + process)
 
 
 if __name__ == "__main__":

@@ -1,30 +1,47 @@
 """Seconds of a GRPO iteration as it runs against what `iteration_phases` has it priced at, on the
 CPUs of this machine.
 
-    python scripts/bench_phases.py              # one process and two ranks, a small and a larger policy
+    # one process and two ranks, a small and a larger policy
+    python scripts/bench_phases.py
     python scripts/bench_phases.py --ranks 1
 
-A job trains `recipes/grpo.py` under the strategy (its steps run as they are written), and times
-whole training steps and the writing of answers within. Beside it the cluster is measured, as jobs
-do, the phases are captured and their ops timed for at most `--budget` seconds; rank 0 prices the
-iteration with parameters whole, as they lie there.
+A job trains `recipes/grpo.py` under the strategy in eager steps, and times full training steps and
+the generation of answers within them. The job measures the cluster as jobs do, captures the phases
+and times their ops for at most `--budget` seconds. Rank 0 prices the iteration with unsharded
+parameters, as in this run.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from itertools import product
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
+import torch
+from bench_jobs import run_job, torchrun, user_threads
+from rich.console import Console
+from rich.table import Table
+
+from alpa_strategy import AlpaStrategy, PlanOptions, RooflineCosts, make_plan
+from alpa_strategy.comm.measure import measure_cluster
+from alpa_strategy.comm.mesh import build_mesh
+from alpa_strategy.cost.measured import OpTable, measure_ops
+from alpa_strategy.lightning.planning import local_calls
+from alpa_strategy.planner.phases import capture_phases
+
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "recipes"))
+
+from grpo import GRPO, PromptData  # noqa: E402
+
 SIZES: dict[str, dict[str, Any]] = {
     "tiny": {
         "num_layers": 2,
@@ -41,61 +58,72 @@ SIZES: dict[str, dict[str, Any]] = {
         "sequence_length": 32,
     },
 }
-LENGTHS = {"tiny": (4, 8), "larger": (16, 16)}  # of prompts and answers
-PROMPTS = 4  # of a rank, with eight answers each
+# Tokens of (a prompt, an answer).
+LENGTHS = {"tiny": (4, 8), "larger": (16, 16)}
+# Prompts of a rank, with eight answers each.
+PROMPTS = 4
+
+
+class TimedGRPO(GRPO):
+    """Stores the seconds of generating answers in `answer_seconds`."""
+
+    clock: Callable[[], float]
+    answer_seconds: list[float]
+
+    def answer(self, *arguments: Any) -> Any:
+        started = self.clock()
+        try:
+            return super().answer(*arguments)
+        finally:
+            self.answer_seconds.append(self.clock() - started)
+
+
+class Clock(pl.Callback):
+    """Measures the cluster at the start, then stores the seconds of each step."""
+
+    def __init__(self, clock: Callable[[], float], num_ranks: int, folder: str) -> None:
+        self._clock = clock
+        self._num_ranks = num_ranks
+        self._folder = Path(folder)
+        self.step_seconds: list[float] = []
+
+    def on_fit_start(self, *unused: object) -> None:
+        device = torch.device("cpu")
+        self.cluster = measure_cluster(1, self._num_ranks, build_mesh, self._folder, device)
+
+    def on_train_batch_start(self, *unused: object) -> None:
+        self._started = self._clock()
+
+    def on_train_batch_end(self, *unused: object) -> None:
+        self.step_seconds.append(self._clock() - self._started)
 
 
 def worker(args: argparse.Namespace) -> None:
-    """One rank; rank 0 writes what it found."""
-    import lightning.pytorch as pl
-    import torch
-
-    sys.path.insert(0, str(ROOT / "recipes"))
-    from grpo import GRPO, PromptData
-
-    from alpa_strategy import AlpaStrategy, PlanOptions, RooflineCosts, make_plan
-    from alpa_strategy.comm.measure import measure_cluster
-    from alpa_strategy.comm.mesh import build_mesh
-    from alpa_strategy.cost.measured import OpTable, measure_ops
-    from alpa_strategy.lightning.planning import local_calls
-    from alpa_strategy.planner.phases import capture_phases
-
+    """Train on one rank; rank 0 prices the phases and writes both."""
     clock = time.process_time if args.cpu else time.perf_counter
     torch.set_num_threads(1)
     torch.manual_seed(0)
     prompt, answer = LENGTHS[args.size]
-    seconds: dict[str, list[float]] = {"step": [], "answers": []}
-    found: dict[str, Any] = {}
-
-    class Timed(GRPO):
-        def answer(self, *given: Any) -> Any:
-            began = clock()
-            try:
-                return super().answer(*given)
-            finally:
-                seconds["answers"].append(clock() - began)
-
-    class Clock(pl.Callback):
-        def on_fit_start(self, *unused: object) -> None:
-            self.cluster = measure_cluster(
-                1, args.rank_count, build_mesh, Path(args.folder), torch.device("cpu")
-            )
-
-        def on_train_batch_start(self, *unused: object) -> None:
-            self._began = clock()
-
-        def on_train_batch_end(self, *unused: object) -> None:
-            seconds["step"].append(clock() - self._began)
-
-    module, watch = Timed(SIZES[args.size], answer), Clock()
+    module = TimedGRPO(SIZES[args.size], answer)
+    module.clock = clock
+    module.answer_seconds = []
+    watch = Clock(clock, args.rank_count, args.folder)
     trainer = pl.Trainer(
-        accelerator="cpu", devices=args.rank_count, strategy=AlpaStrategy(parallel="data", verbose=False),
-        max_steps=2 * args.steps, callbacks=[watch], logger=False, enable_checkpointing=False,
-        enable_progress_bar=False, enable_model_summary=False, default_root_dir=args.folder,
-    )  # fmt: skip
+        accelerator="cpu",
+        devices=args.rank_count,
+        strategy=AlpaStrategy(parallel="data", verbose=False),
+        max_steps=2 * args.steps,
+        callbacks=[watch],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=args.folder,
+    )
     trainer.fit(module, PromptData(PROMPTS, SIZES[args.size]["vocab_size"], prompt))
     if trainer.global_rank:
         return
+    answer_seconds = module.answer_seconds
     with torch.device("meta"):
         module = GRPO(SIZES[args.size], answer)
     batch = torch.zeros(PROMPTS, prompt, dtype=torch.int64), torch.arange(PROMPTS)
@@ -104,13 +132,19 @@ def worker(args: argparse.Namespace) -> None:
     table = measure_ops(calls, "cpu", args.budget, OpTable(), name=watch.cluster.device.name)
     costs = RooflineCosts(watch.cluster.device, table)
     plan = make_plan(module, batch, watch.cluster, PlanOptions(parallel="data"), costs=costs)
-    kept = {name: statistics.median(each[args.warmup :]) for name, each in seconds.items()}
-    priced = {phase.name: phase.times * (phase.staying_seconds or 0.0) for phase in plan.phases}
-    found = {"measured": kept, "priced": priced, "timed": f"{len(table)} of {len(calls)}"}
-    Path(args.out).write_text(json.dumps(found))
+    measured = {
+        "step": statistics.median(watch.step_seconds[args.warmup :]),
+        "answers": statistics.median(answer_seconds[args.warmup :]),
+    }
+    priced = {}
+    for phase in plan.phases:
+        priced[phase.name] = phase.times * (phase.staying_seconds or 0.0)
+    results = {"measured": measured, "priced": priced, "timed": f"{len(table)} of {len(calls)}"}
+    Path(args.out).write_text(json.dumps(results))
 
 
-def main() -> int:
+def read_arguments() -> argparse.Namespace:
+    """Return the command line's options."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -125,47 +159,28 @@ def main() -> int:
     for name in ("--out", "--folder", "--size"):
         parser.add_argument(name, help=argparse.SUPPRESS)
     parser.add_argument("--rank-count", type=int, help=argparse.SUPPRESS)
-    args = parser.parse_args()
+    return parser.parse_args()
+
+
+def main() -> int:
+    args = read_arguments()
     if args.out:
         worker(args)
         return 0
-    from rich.console import Console
-    from rich.table import Table
-
     table = Table(title="An iteration of GRPO, gloo, fp32: ms measured, and as priced")
     for column in ("policy", "ranks", "answers", "priced", "ratio", "iteration", "priced", "ratio"):
         table.add_column(column, justify="left" if column == "policy" else "right")
-    shown = [f"--steps={args.steps}", f"--warmup={args.warmup}", f"--budget={args.budget}"] + [
-        "--cpu"
-    ] * args.cpu
+    options = [f"--steps={args.steps}", f"--warmup={args.warmup}", f"--budget={args.budget}"]
+    if args.cpu:
+        options.append("--cpu")
     for size, ranks in product(args.sizes, args.ranks):
         with tempfile.TemporaryDirectory() as folder:
             out = Path(folder) / "found.json"
-            command = [
-                sys.executable,
-                "-m",
-                "torch.distributed.run",
-                "--standalone",
-                f"--nproc-per-node={ranks}",
-            ]
-            given = [
-                f"--size={size}",
-                f"--rank-count={ranks}",
-                f"--folder={folder}",
-                f"--out={out}",
-            ]
-            environment = {**os.environ, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
-            done = subprocess.run(
-                [*command, __file__, *shown, *given],
-                env=environment,
-                cwd=folder,
-                capture_output=True,
-                text=True,
-            )
-            if done.returncode:
-                raise SystemExit(f"{done.stdout[-3000:]}\n{done.stderr[-5000:]}")
-            found = json.loads(out.read_text())
-        measured, priced = found["measured"], found["priced"]
+            command = [*torchrun(__file__, ranks), *options, f"--size={size}"]
+            command += [f"--rank-count={ranks}", f"--folder={folder}", f"--out={out}"]
+            run_job(command, f"{size} on {ranks} ranks", folder, user_threads())
+            figures = json.loads(out.read_text())
+        measured, priced = figures["measured"], figures["priced"]
         written = priced["prompt"] + priced["answer"]
         pairs = ((measured["answers"], written), (measured["step"], sum(priced.values())))
         row = [
@@ -176,7 +191,7 @@ def main() -> int:
             size,
             ranks,
             "ops timed",
-            found["timed"],
+            figures["timed"],
             {k: f"{1e3 * v:.1f} ms" for k, v in priced.items()},
             flush=True,
         )

@@ -52,7 +52,8 @@ def plan(recipe: str, num_nodes: int, folder: str) -> tuple[float, float, Path]:
     return seconds, resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 2**20, out
 
 
-def main() -> int:
+def read_arguments() -> argparse.Namespace:
+    """Return the command line's options."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -61,7 +62,11 @@ def main() -> int:
     )
     parser.add_argument("--max-seconds", type=float, default=60.0)
     parser.add_argument("--max-gib", type=float, default=8.0)
-    args = parser.parse_args()
+    return parser.parse_args()
+
+
+def main() -> int:
+    args = read_arguments()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     from rich.console import Console
     from rich.table import Table
@@ -88,10 +93,12 @@ def main() -> int:
             seconds, gib, file = plan(recipe, int(nodes or 1), folder)
             made = Plan.load(file)
             step = made.predicted.step_seconds
-            ratios = [
-                f"{name} {s / step:.2f}x" if s else f"{name} does not fit"
-                for name, s in made.baselines.items()
-            ]
+            ratios = []
+            for name, s in made.baselines.items():
+                if s:
+                    ratios.append(f"{name} {s / step:.2f}x")
+                else:
+                    ratios.append(f"{name} does not fit")
             mesh = " + ".join("x".join(map(str, stage.logical_mesh)) for stage in made.stages)
             row = (
                 recipe,

@@ -1,8 +1,11 @@
 """How planning grows from 64 to 4,096 devices, and the large cells of docs; no devices needed.
 
-    python scripts/bench_scale.py                                    # GPT 175B on 8 to 512 nodes of dgx_h100, and cells
-    python scripts/bench_scale.py gpt_175b:128:120:2 moe_70b:64      # recipe:nodes[:most CPU-s[:most GiB]]
-    python scripts/bench_scale.py --regular gpt_1_3b:2               # every regular plan beside the chosen one
+    # GPT 175B on 8 to 512 nodes of dgx_h100, and cells
+    python scripts/bench_scale.py
+    # recipe:nodes[:largest CPU-s[:largest GiB]]
+    python scripts/bench_scale.py gpt_175b:128:120:2 moe_70b:64
+    # every regular plan in addition to the chosen one
+    python scripts/bench_scale.py --regular gpt_1_3b:2
 
 Each plan is made by `alpa plan` in a process of its own (CPU seconds, memory at the peak, distance
 from the bound); a picture of the growth is written to docs/pictures/scale.svg. Fails over a limit,
@@ -35,7 +38,7 @@ TOLERANCE = 1.005
 
 
 def plan(recipe: str, nodes: int, cluster: str, pins: tuple[str, ...] = ()) -> dict | None:
-    """The plan file of one planning, with `cpu` seconds and `gib` at the peak; None where nothing
+    """The plan file of one planning, with `cpu` seconds and `gib` at the peak; None if nothing
     fits.
     """
     made = run_plan(ROOT, recipe, cluster, f"cluster.num_nodes={nodes}", *pins)
@@ -87,7 +90,10 @@ def worse_than_regular(
 
 def picture(points: list[tuple[int, float, float]]) -> str:
     """CPU seconds and GiB over devices, both axes in powers of two."""
-    width, height, left, top = 640, 320, 60, 30
+    width = 640
+    height = 320
+    left = 60
+    top = 30
     low, high = math.log2(points[0][0]), math.log2(points[-1][0])
     most = math.log2(max(max(p[1], p[2]) for p in points))
     least = math.log2(min(min(p[1], p[2]) for p in points))

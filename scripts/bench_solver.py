@@ -13,7 +13,7 @@ sides run in processes of their own, in turns. Instances of milliseconds are sol
 each process. The median of the CPU seconds of all rounds counts. What ran before is in
 `highspy_before.py`, its formulation included.
 
-Fails where an instance takes more than 1.1 times what highspy takes, or a bound is another. Those
+Fails if an instance takes more than 1.1 times what highspy takes, or a bound is another. Those
 that neither side solves in time are listed with their bounds and not compared by seconds.
 """
 
@@ -93,7 +93,9 @@ def collect(cell: str, folder: Path) -> None:
         recorded.extend(_whole_problems(recipe, problem, least.num_bytes))
         return limited(problem, priced, free, least, *rest)
 
-    def record_program(problem, deadline, incumbent=None, tolerance=solving.PROVED):  # type: ignore[no-untyped-def]
+    def record_program(
+        problem: Any, deadline: Any, incumbent: Any = None, tolerance: float = solving.PROVED
+    ) -> Any:
         kind = f"{recipe} chosen strategies"
         recorded.append(Instance("", kind, problem, True, incumbent))
         return by_program(problem, deadline, incumbent, tolerance)
@@ -222,8 +224,9 @@ def solve_instance(instance: Instance, side: Side) -> Timing:
         bound = max(relaxed, exact)
     seconds = time.process_time() - started
     objective = _objective(instance, mass, bound)
-    open_gap = not instance.integer or objective - bound > 2e-6 * abs(objective)
-    timed_out = np.isneginf(bound) or (instance.integer and np.isfinite(bound) and open_gap)
+    timed_out = np.isneginf(bound)
+    if instance.integer and np.isfinite(bound):
+        timed_out |= objective - bound > 2e-6 * abs(objective)
     return Timing(seconds, bound, objective, bool(timed_out))
 
 
@@ -265,7 +268,7 @@ def medians_of(rounds: list[dict]) -> dict[str, Timing]:
 
 
 def compare(sides: dict[str, list[dict]], folder: Path) -> int:
-    """Print a line an instance and what both sides take in all; 1 where a limit is passed."""
+    """Print a line an instance and what both sides take in all; 1 if a limit is passed."""
     new = medians_of(sides["ortools"])
     old = medians_of(sides.get("highspy", []))
     failed = []
@@ -281,7 +284,8 @@ def compare(sides: dict[str, list[dict]], folder: Path) -> int:
                 failed.append(name)
         print(line, flush=True)
     for side, results in sides.items():
-        total = sum(timing.seconds for timing in (new if side == "ortools" else old).values())
+        timings = new if side == "ortools" else old
+        total = sum(timing.seconds for timing in timings.values())
         loading = results[0]["loading"]
         megabytes = loading["bytes"] / 2**20
         print(

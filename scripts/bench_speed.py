@@ -15,14 +15,20 @@ import argparse
 import json
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
 from itertools import pairwise
 from pathlib import Path
 
+from bench_jobs import run_job as run_process
+from bench_jobs import torchrun, user_threads
+
 ROOT = Path(__file__).resolve().parent.parent
+
+# Indices of the clocks in the seconds of a step.
+WALL = 0
+CPU = 1
 
 
 def worker(args: argparse.Namespace, strategy: str) -> None:
@@ -85,22 +91,15 @@ def worker(args: argparse.Namespace, strategy: str) -> None:
         Path(args.out).write_text(json.dumps(seconds))
 
 
-def run_job(
-    args: argparse.Namespace, strategy: str, plan_dir: str, environment: dict[str, str]
-) -> list[tuple[float, float]]:
-    """(wall, CPU of rank 0) seconds of every step of one job."""
+def run_job(args: argparse.Namespace, strategy: str, plan_dir: str) -> list[tuple[float, float]]:
+    """Run one job, and return (wall, CPU of rank 0) seconds of every step."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "seconds.json"
-        command = [
-            sys.executable,
-            "-m",
-            "torch.distributed.run",
-            "--standalone",
-            f"--nproc-per-node={args.devices}",
-        ]
         if args.devices == 1:
-            command = [sys.executable]
-        command += [__file__, "--worker", strategy, "--out", str(out), "--plan-dir", plan_dir]
+            command = [sys.executable, __file__]
+        else:
+            command = torchrun(__file__, args.devices)
+        command += ["--worker", strategy, "--out", str(out), "--plan-dir", plan_dir]
         for name in (
             "devices",
             "layers",
@@ -113,13 +112,17 @@ def run_job(
             "bucket_bytes",
         ):
             command += [f"--{name.replace('_', '-')}", str(getattr(args, name))]
-        done = subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True)
-        if done.returncode:
-            raise SystemExit(f"{strategy} failed:\n{done.stdout[-3000:]}\n{done.stderr[-5000:]}")
+        run_process(command, strategy, folder, user_threads())
         return json.loads(out.read_text())
 
 
-def main() -> int:
+def median_of(steps: list[tuple[float, float]], clock: int) -> float:
+    """Return the median seconds of a job's steps by one clock, `WALL` or `CPU`."""
+    return statistics.median(step[clock] for step in steps)
+
+
+def read_arguments() -> argparse.Namespace:
+    """Return the command line's options."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -150,29 +153,32 @@ def main() -> int:
             f"--steps {args.steps} leaves none to time: give at least {args.warmup + 2}, --warmup"
             " and two"
         )
+    return args
+
+
+def main() -> int:
+    args = read_arguments()
     if args.worker:
         worker(args, args.worker)
         return 0
     from rich.console import Console
     from rich.table import Table
 
-    strategies = args.strategies or (["plain", "alpa"] if args.devices == 1 else ["ddp", "alpa"])
-    environment = {**os.environ, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
+    baseline = "plain" if args.devices == 1 else "ddp"
+    strategies = args.strategies or [baseline, "alpa"]
     seconds: dict[str, list[list[tuple[float, float]]]] = {name: [] for name in strategies}
     with tempfile.TemporaryDirectory() as plan_dir:
         for turn in range(args.rounds):
             order = strategies if turn % 2 == 0 else strategies[::-1]  # neither always goes first
             for name in order:
-                seconds[name].append(run_job(args, name, plan_dir, environment))
+                seconds[name].append(run_job(args, name, plan_dir))
     tokens = args.devices * args.batch * args.sequence
-    rates = {
-        name: [tokens / statistics.median(wall for wall, _ in round_) for round_ in rounds]
-        for name, rounds in seconds.items()
-    }
-    work = {
-        name: min(statistics.median(cpu for _, cpu in round_) for round_ in rounds)
-        for name, rounds in seconds.items()
-    }
+    rates = {}
+    for name, rounds in seconds.items():
+        rates[name] = [tokens / median_of(round_, WALL) for round_ in rounds]
+    work = {}
+    for name, rounds in seconds.items():
+        work[name] = min(median_of(round_, CPU) for round_ in rounds)
     first = strategies[0]
     table = Table(
         title=(
@@ -201,7 +207,9 @@ def main() -> int:
             ),
         )
     Console().print(table)
-    return 0 if args.require is None or ratios[strategies[-1]] >= args.require else 1
+    if args.require is None or ratios[strategies[-1]] >= args.require:
+        return 0
+    return 1
 
 
 if __name__ == "__main__":

@@ -10,13 +10,13 @@ the medians.
 from __future__ import annotations
 
 import argparse
-import os
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
+
+from bench_jobs import output_tail, run_job
 
 ROOT = Path(__file__).resolve().parent.parent
 CODE = """
@@ -32,28 +32,38 @@ class First(pl.Callback):
 
 recipe = load_recipe(sys.argv[2], [])
 pl.seed_everything(0, verbose=False)
-strategy = alpa_strategy.AlpaStrategy(capture="require") if sys.argv[1] == "alpa" else sys.argv[1]
-trainer = pl.Trainer(accelerator="cpu", devices=2, strategy=strategy, max_steps=2, callbacks=[First()], logger=False,
-    enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, default_root_dir=sys.argv[3])
+strategy = sys.argv[1]
+if strategy == "alpa":
+    strategy = alpa_strategy.AlpaStrategy(capture="require")
+trainer = pl.Trainer(
+    accelerator="cpu",
+    devices=2,
+    strategy=strategy,
+    max_steps=2,
+    callbacks=[First()],
+    logger=False,
+    enable_checkpointing=False,
+    enable_progress_bar=False,
+    enable_model_summary=False,
+    default_root_dir=sys.argv[3],
+)
 trainer.fit(build_model(recipe), datamodule=build_data(recipe))
 """
 
 
 def seconds_to_first_step(strategy: str, recipe: str, folder: str) -> float:
-    """One job of two ranks, launched by Lightning itself."""
+    """Return wall seconds to the end of the first step of one job of two ranks.
+
+    Lightning itself launches the second rank.
+    """
     script = Path(folder) / "job.py"
     script.write_text(CODE)
     started = time.time()
-    done = subprocess.run(
-        [sys.executable, str(script), strategy, recipe, folder],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-    )
-    for line in done.stdout.splitlines():
+    job = run_job([sys.executable, str(script), strategy, recipe, folder], strategy)
+    for line in job.stdout.splitlines():
         if line.startswith("FIRST_STEP"):
             return float(line.split()[1]) - started
-    raise SystemExit(f"{strategy} made no step:\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}")
+    raise SystemExit(f"{strategy} made no step:\n{output_tail(job)}")
 
 
 def main() -> int:
@@ -85,7 +95,9 @@ def main() -> int:
         table.add_row(name, f"{medians[name]:.2f}", " ".join(f"{v:.2f}" for v in values))
     Console().print(table)
     Console().print(f"alpa with a stored plan / ddp = {ratio:.3f}")
-    return 0 if args.require is None or ratio <= args.require else 1
+    if args.require is None or ratio <= args.require:
+        return 0
+    return 1
 
 
 if __name__ == "__main__":

@@ -38,7 +38,9 @@ def seconds(
     way: Callable[[AxisComm, Tensor], object], axis: AxisComm, busy_seconds: float
 ) -> tuple[float, list[float]]:
     """Of STEPS computations of `busy_seconds`, each followed by an all_reduce; and each wait's."""
-    matrix, tensor, waits = torch.randn(100, 100), torch.randn(ELEMENTS), []
+    matrix = torch.randn(100, 100)
+    tensor = torch.randn(ELEMENTS)
+    waits = []
     dist.barrier()
     began = time.perf_counter()
     for _ in range(STEPS):

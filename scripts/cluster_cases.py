@@ -84,9 +84,13 @@ class GPT(Net):
     """Tokens [B, T] to logits [B * T, V]."""
 
     block_plan: Mapping[str, Any] = {
-        "q": ColwiseParallel(), "k": ColwiseParallel(), "v": ColwiseParallel(), "o": RowwiseParallel(),
-        "up": ColwiseParallel(), "down": RowwiseParallel(),
-    }  # fmt: skip
+        "q": ColwiseParallel(),
+        "k": ColwiseParallel(),
+        "v": ColwiseParallel(),
+        "o": RowwiseParallel(),
+        "up": ColwiseParallel(),
+        "down": RowwiseParallel(),
+    }
     outer_plan: Mapping[str, Any] = {
         "embed": RowwiseParallel(input_layouts=Replicate(), output_layouts=Replicate()),
         "head": ColwiseParallel(output_layouts=Replicate()),

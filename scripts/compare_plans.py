@@ -1,18 +1,21 @@
 """Plans of two checkouts, side by side: predicted seconds, bytes, and what planning took. No
 devices.
 
-    python scripts/compare_plans.py ../before .                                    # thirteen pairs
+    # thirteen pairs
+    python scripts/compare_plans.py ../before .
     python scripts/compare_plans.py ../before . gpt_2_6b:p3_16xlarge_x8:2 moe_1_3b
-    python scripts/compare_plans.py --reference             # large plans against plan_reference.json
-    python scripts/compare_plans.py --reference --write     # and store what this checkout gives
+    # large plans against plan_reference.json
+    python scripts/compare_plans.py --reference
+    # the same, and store this checkout's plans as the reference
+    python scripts/compare_plans.py --reference --write
 
 A pair is `recipe[:cluster[:nodes]]`.
 
-Every plan is made by `alpa plan` of its checkout, in a process and an empty folder of its own, at
+Every plan is made by `alpa plan` of its checkout, in a process and an empty folder of its own, with
 the rates of the first checkout's cluster files: a fitted rate makes a plan neither better nor
-worse. What a checkout gave once is kept in `--kept` (a JSON file) by its commit, so that only the
-new side need run again. Fails where the second checkout has no plan, or one that is predicted to be
-slower by more than 0.1 %, or where planning took more than 5 % more CPU seconds in all.
+worse. The plans of a checkout are stored in `--kept` (a JSON file) by its commit, so that only the
+changed side is planned anew. Fails if the second checkout has no plan, if its plan is predicted to
+be slower by more than 0.1 %, or if planning took more than 5 % more CPU seconds in all.
 
 The reference holds the plans that take longest to make. Their CPU seconds are stored in units of a
 calibration loop, which runs in the process that plans: the reference holds on other machines, too.
@@ -32,11 +35,20 @@ from pathlib import Path
 from plan_process import run_plan
 
 PAIRS = (
-    "gpt_350m:p3_16xlarge_x8:1", "gpt_1_3b:p3_16xlarge_x8:1", "gpt_1_3b:dgx_h100:1", "gpt_2_6b:p3_16xlarge_x8:1",
-    "gpt_6_7b:p3_16xlarge_x8:2", "gpt_tiny:p3_16xlarge_x8:1", "moe_380m:p3_16xlarge_x8:1", "moe_1_3b:dgx_h100:1",
-    "moe_2_4b:p3_16xlarge_x8:2", "wide_resnet_250m:p3_16xlarge_x8:1", "wide_resnet_1b:dgx_h100:1",
-    "wide_resnet_2b:p3_16xlarge_x8:1", "wide_resnet_tiny:p3_16xlarge_x8:1",
-)  # fmt: skip
+    "gpt_350m:p3_16xlarge_x8:1",
+    "gpt_1_3b:p3_16xlarge_x8:1",
+    "gpt_1_3b:dgx_h100:1",
+    "gpt_2_6b:p3_16xlarge_x8:1",
+    "gpt_6_7b:p3_16xlarge_x8:2",
+    "gpt_tiny:p3_16xlarge_x8:1",
+    "moe_380m:p3_16xlarge_x8:1",
+    "moe_1_3b:dgx_h100:1",
+    "moe_2_4b:p3_16xlarge_x8:2",
+    "wide_resnet_250m:p3_16xlarge_x8:1",
+    "wide_resnet_1b:dgx_h100:1",
+    "wide_resnet_2b:p3_16xlarge_x8:1",
+    "wide_resnet_tiny:p3_16xlarge_x8:1",
+)
 MOST_SECONDS, MOST_CPU = 1.001, 1.05
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -55,7 +67,7 @@ README_MARKS = ("<!-- planning figures: scripts/compare_plans.py -->", "<!-- end
 
 @dataclass(frozen=True)
 class Made:
-    """One planning. `stages`: what was chosen, for people; `error` where nothing fits."""
+    """One planning. `stages`: what was chosen, for users; `error` where nothing fits."""
 
     step_seconds: float
     peak_bytes: float
@@ -71,7 +83,9 @@ def plan(checkout: Path, pair: str, clusters: Path) -> Made:
     path = str(checkout / "recipes" / f"{recipe}.yaml")
     rates = str(clusters / f"{cluster or 'p3_16xlarge_x8'}.yaml")
     made = run_plan(checkout, path, rates, f"cluster.num_nodes={nodes or 1}")
-    data, cpu, rss = made.plan, made.cpu_seconds, made.peak_gib
+    data = made.plan
+    cpu = made.cpu_seconds
+    rss = made.peak_gib
     if data is None:
         return Made(float("inf"), 0.0, cpu, rss, error=made.output[-2000:])
     stages = " + ".join("x".join(map(str, stage["logical_mesh"])) for stage in data["stages"])
@@ -82,7 +96,7 @@ def plan(checkout: Path, pair: str, clusters: Path) -> Made:
 
 
 def commit_of(checkout: Path) -> str | None:
-    """The commit of a clean checkout; None where its files differ from it."""
+    """The commit of a clean checkout; None if its files differ from it."""
     git = ["git", "-C", str(checkout)]
     changed = subprocess.run(
         [*git, "status", "--porcelain"], capture_output=True, text=True, check=True
@@ -181,7 +195,9 @@ def compare_with_reference(pairs: Sequence[str], write: bool) -> int:
             REFERENCE.write_text(json.dumps(stored, indent=1) + "\n")
     if write:
         write_readme(reference)
-    return 1 if num_worse and not write else 0
+    if num_worse and not write:
+        return 1
+    return 0
 
 
 def main() -> int:
@@ -240,7 +256,9 @@ def main() -> int:
         f"planning: {total[0]:.1f} -> {total[1]:.1f} CPU-s ({total[1] / total[0]:.3f}x); slower:"
         f" {slower or 'none'}"
     )
-    return 1 if slower or total[1] > MOST_CPU * total[0] else 0
+    if slower or total[1] > MOST_CPU * total[0]:
+        return 1
+    return 0
 
 
 if __name__ == "__main__":

@@ -1,8 +1,10 @@
 """Two checkouts side by side: seconds to plan, to the first step and of a step, and memory, as
 ratios of one run.
 
-    python scripts/compare_versions.py ../before .             # rounds take turns; ratios are new / old, of medians
-    python scripts/compare_versions.py ../before . --most 1.05 # exit 1 where one is larger
+    # rounds take turns; ratios are new / old, of medians
+    python scripts/compare_versions.py ../before .
+    # exit 1 if one is larger
+    python scripts/compare_versions.py ../before . --most 1.05
 
 The job is a GPT of 4 x 512 in float32 (4 rows of 256 tokens a rank), on one rank and on two. `plan`
 is the CPU seconds of the first start, from the first batch to the first step's end, with ops that
@@ -15,14 +17,14 @@ from __future__ import annotations
 import argparse
 import inspect
 import json
-import os
 import resource
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
+
+from bench_jobs import run_job
 
 STEPS, WARM = 14, 4
 FIGURES = ("plan", "first step", "step", "memory")
@@ -71,28 +73,30 @@ def worker(devices: int, out: str, began: float) -> None:
         **{name: value for name, value in options.items() if name in known}
     )
     trainer = pl.Trainer(
-        accelerator="cpu", devices=devices, strategy=strategy, max_steps=STEPS,
-        callbacks=[clock], logger=False, enable_checkpointing=False, enable_progress_bar=False,
-        enable_model_summary=False, default_root_dir=str(Path(out).parent),
-    )  # fmt: skip
+        accelerator="cpu",
+        devices=devices,
+        strategy=strategy,
+        max_steps=STEPS,
+        callbacks=[clock],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=str(Path(out).parent),
+    )
     trainer.fit(gpt.GPT(**sizes), loader)
     if trainer.is_global_zero:
         steps = [b - a for a, b in zip(clock.ends[WARM:], clock.ends[WARM + 1 :], strict=False)]
         most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-        found = [clock.plan, clock.ends[0] - began, statistics.median(steps), most]
-        Path(out).write_text(json.dumps(dict(zip(FIGURES, found, strict=True))))
+        results = [clock.plan, clock.ends[0] - began, statistics.median(steps), most]
+        Path(out).write_text(json.dumps(dict(zip(FIGURES, results, strict=True))))
 
 
 def run(checkout: Path, devices: int, folder: Path) -> dict[str, float]:
     """One job of a checkout's; `folder` keeps its plans and measured ops."""
     out = folder / "found.json"
-    environment = {**os.environ, "PYTHONPATH": str(checkout), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, __file__, "--worker", str(devices), str(out), str(time.time())]
-    done = subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True)
-    if done.returncode:
-        raise SystemExit(
-            f"{checkout} on {devices} ranks failed:\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
-        )
+    run_job(command, f"{checkout} on {devices} ranks", folder, {"PYTHONPATH": str(checkout)})
     return json.loads(out.read_text())
 
 

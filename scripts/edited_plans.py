@@ -28,7 +28,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
-from fuzz import changed
+from fuzz_damage import changed
 from plan_runs import Case, PlanRuns
 from random_plans import run_and_tell
 from worker_pool import WorkerPool
@@ -140,10 +140,9 @@ def a_mode_everywhere(plan: dict[str, Any], rng: random.Random) -> None:
 def all_modes(plan: dict[str, Any], rng: random.Random) -> None:
     old, new = rng.choice(MODES), rng.choice(MODES)
     for stage in plan["stages"]:
-        stage["parameters"] = {
-            name: text.replace(old, new) if rng.random() < 0.9 else text
-            for name, text in stage["parameters"].items()
-        }
+        for name, text in stage["parameters"].items():
+            if rng.random() < 0.9:
+                stage["parameters"][name] = text.replace(old, new)
 
 
 def segments(plan: dict[str, Any], rng: random.Random) -> None:
@@ -309,22 +308,42 @@ def an_op(
     plan: dict[str, Any], rng: random.Random, where: Callable[[str], bool] = lambda text: True
 ) -> tuple[dict[str, str], str]:
     """(a stage's strategies, the name of an op in it); any op where none is as wanted."""
-    found = [
+    results = [
         (s["strategies"], name)
         for s in plan["stages"]
         for name, text in s["strategies"].items()
         if where(text)
     ]
-    return rng.choice(found) if found else an_op(plan, rng)
+    return rng.choice(results) if results else an_op(plan, rng)
 
 
 EDITS: dict[Edit, int] = {  # how often each is drawn
-    drop_star: 3, a_placement: 5, all_placements: 3, like_another_op: 6, swap_ops: 2, one_kind: 4, rename_op: 1,
-    a_mode: 5, a_mode_everywhere: 5, all_modes: 5, segments: 2, forget_or_add: 2, a_boundary: 4,
-    a_boundary_on_both_sides: 4, another_value: 1, a_mesh: 2, devices: 3, a_cut: 3, stages_reordered: 3, a_schedule: 3,
-    microbatches: 4, recomputation: 5, what_is_only_said: 2, a_fingerprint: 1,
+    drop_star: 3,
+    a_placement: 5,
+    all_placements: 3,
+    like_another_op: 6,
+    swap_ops: 2,
+    one_kind: 4,
+    rename_op: 1,
+    a_mode: 5,
+    a_mode_everywhere: 5,
+    all_modes: 5,
+    segments: 2,
+    forget_or_add: 2,
+    a_boundary: 4,
+    a_boundary_on_both_sides: 4,
+    another_value: 1,
+    a_mesh: 2,
+    devices: 3,
+    a_cut: 3,
+    stages_reordered: 3,
+    a_schedule: 3,
+    microbatches: 4,
+    recomputation: 5,
+    what_is_only_said: 2,
+    a_fingerprint: 1,
     an_odd_value: 4,
-}  # fmt: skip
+}
 
 
 def edited(
@@ -335,7 +354,9 @@ def edited(
     Args:
         names: of the edits to draw from, all without.
     """
-    edits = {edit: often for edit, often in EDITS.items() if not names or edit.__name__ in names}
+    edits = EDITS
+    if names:
+        edits = {edit: weight for edit, weight in EDITS.items() if edit.__name__ in names}
     plan, done = copy.deepcopy(base), []
     while plan == base:
         plan, done = copy.deepcopy(base), []

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import copy
 import io
 import json
 import logging
@@ -32,7 +31,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import yaml
+from fuzz_checkpoints import Checkpoints
+from fuzz_damage import CANARY, damaged
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
@@ -47,72 +47,9 @@ from alpa_strategy.intra_op.solver.stored import solve_stored
 from alpa_strategy.partial_results import PartialResults
 from alpa_strategy.recipe import load_recipe
 
-SECONDS = 2.0  # of one case: processor time
+# CPU seconds that the reader of one damaged file may take.
+SECONDS = 2.0
 ROOT = Path(__file__).resolve().parent.parent
-CANARY = "alpa_fuzz_canary"  # a file that only code run from a damaged file would write
-NUMBERS = (
-    0,
-    -1,
-    1,
-    2**31,
-    2**63,
-    10**30,
-    10**400,
-    0.5,
-    -0.5,
-    1e308,
-    1e-320,
-    float("nan"),
-    float("inf"),
-)
-TEXTS = (
-    *(
-        "",
-        " ",
-        "a",
-        "R",
-        "S0",
-        "R*",
-        "S99999999999",
-        "G0 S0",
-        "->",
-        "S0->S0@x",
-        "1e400",
-        "x" * 5000,
-        "é" * 50,
-    ),
-    *(
-        "\x1b[2J",
-        "[red]x[/red]",
-        "[/]",
-        "\ud800",
-        "\u202e",
-        "a\nb",
-        "<script>alert(1)</script>",
-        "../../etc/passwd",
-    ),
-    *(
-        "${oc.env:HOME}",
-        "${a.b}",
-        "${",
-        "!!python/object/apply:os.system",
-        f"__import__('os').mknod('{CANARY}')",
-    ),
-)
-NESTED = (
-    [],
-    {},
-    [[]],
-    [[[[[]]]]],
-    {"": ""},
-    [1, "a", None],
-    {"a": {"a": {"a": {}}}},
-    [10**9],
-    [0],
-    [-1, 2],
-    [1] * 300,
-)
-ODD: tuple[Any, ...] = (None, True, False, *NUMBERS, *TEXTS, *NESTED)
 
 
 class Hang(Exception):
@@ -130,10 +67,12 @@ def main() -> int:
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
     sys.setrecursionlimit(1000)
-    random_numbers, counts, bad = random.Random(arguments.seed), Counter[tuple[str, str]](), []
+    random_numbers = random.Random(arguments.seed)
+    counts = Counter[tuple[str, str]]()
+    bad = []
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        formats = {each: FORMATS[each](folder) for each in arguments.formats}
+        formats = {format: FORMATS[format](folder) for format in arguments.formats}
         for case in track(range(arguments.cases), "damaged files", console=Console(stderr=True)):
             kind = arguments.formats[case % len(arguments.formats)]
             write, read = formats[kind]
@@ -310,11 +249,9 @@ def unfinished_plannings(folder: Path) -> Format:
 
 
 def checkpoints(folder: Path) -> Format:
-    """Folders and files, by every loader; see fuzz_checkpoints.py."""
-    from fuzz_checkpoints import Checkpoints
-
-    made = Checkpoints(folder, CANARY)
-    return made.write, made.read
+    """Checkpoint folders and files, read by every loader of `fuzz_checkpoints.LOADERS`."""
+    checkpoints_format = Checkpoints(folder, CANARY)
+    return checkpoints_format.write, checkpoints_format.read
 
 
 FORMATS: dict[str, Callable[[Path], Format]] = {
@@ -326,91 +263,6 @@ FORMATS: dict[str, Callable[[Path], Format]] = {
     "unfinished planning": unfinished_plannings,
     "checkpoint": checkpoints,
 }
-
-
-# Damage
-
-
-def damaged(text: str, suffix: str, random_numbers: random.Random) -> bytes:
-    """One to four changes, to the data (two times in three) or to the bytes."""
-    if random_numbers.random() < 0.67:
-        try:
-            return damaged_data(text, suffix, random_numbers).encode("utf-8", "surrogatepass")
-        except (ValueError, yaml.YAMLError):
-            pass  # odd values that the format cannot write: damage its bytes
-    content = bytearray(text.encode())
-    for _ in range(random_numbers.randint(1, 4)):
-        place = random_numbers.randrange(len(content) + 1)
-        end = min(len(content), place + random_numbers.choice([1, 2, 10, 1000]))
-        match random_numbers.randrange(5):
-            case 0:
-                content[place:end] = b""
-            case 1:
-                content[place:place] = random_numbers.randbytes(random_numbers.choice([1, 3, 20]))
-            case 2:
-                content[place:place] = content[place:end] * random_numbers.choice([2, 50])
-            case 3:
-                content[place:] = b""
-            case 4:
-                odd = [
-                    b"[" * 3000,
-                    b"{" * 500,
-                    b"9" * 5000,
-                    b"1e999",
-                    b"NaN",
-                    b"\x00",
-                    b"&a [*a]",
-                    b"<<: *a",
-                    b"${a}",
-                ]
-                content[place:end] = random_numbers.choice(odd)
-        if not content:
-            break
-    return bytes(content)
-
-
-def damaged_data(text: str, suffix: str, random_numbers: random.Random) -> str:
-    data: Any = yaml.safe_load(text) if suffix == ".yaml" else json.loads(text)
-    for _ in range(random_numbers.randint(1, 4)):
-        data = changed(data, random_numbers)
-    if suffix == ".yaml":
-        return yaml.safe_dump(data, allow_unicode=True)
-    return json.dumps(data)
-
-
-def changed(data: Any, random_numbers: random.Random) -> Any:
-    """The data with one thing changed somewhere in it."""
-    if isinstance(data, dict | list) and data and random_numbers.random() < 0.9:
-        keys = list(data) if isinstance(data, dict) else list(range(len(data)))
-        key, result = random_numbers.choice(keys), copy.copy(data)
-        match random_numbers.randrange(8):
-            case 0:
-                del result[key]
-            case 1 if isinstance(result, dict):
-                result[str(random_numbers.choice(ODD))[:200]] = result[key]
-            case 2:
-                result[key] = data[random_numbers.choice(keys)]
-            case _:
-                result[key] = changed(data[key], random_numbers)
-        return result
-    if (
-        isinstance(data, int | float)
-        and not isinstance(data, bool)
-        and random_numbers.random() < 0.5
-    ):
-        return random_numbers.choice([-data, data * 2, data + 1, data * 10**9, str(data)])
-    if isinstance(data, str) and random_numbers.random() < 0.5:
-        return random_numbers.choice(
-            [
-                data[::-1],
-                data + " ",
-                data * 3,
-                data.replace("S", "R"),
-                data.replace("*", ""),
-                data[1:],
-            ]
-        )
-    return random_numbers.choice(ODD)
 
 
 if __name__ == "__main__":

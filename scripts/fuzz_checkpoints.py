@@ -27,6 +27,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from fuzz_damage import changed
 
 from alpa_strategy import AlpaError, AlpaStrategy, export_checkpoint, open_checkpoint
 from alpa_strategy.checkpoint.opening import COMPLETE, METADATA, REST
@@ -81,9 +82,17 @@ def trainer_of(root: str, devices: int, options: dict[str, Any], max_steps: int)
         **{"cluster": "pcie_8gpu", "verbose": False, "plan_dir": root + "/plans", **options}
     )
     return pl.Trainer(
-        strategy=strategy, accelerator="cpu", devices=devices, max_steps=max_steps, max_epochs=100, logger=False,
-        enable_progress_bar=False, enable_model_summary=False, default_root_dir=root, enable_checkpointing=False,
-    )  # fmt: skip
+        strategy=strategy,
+        accelerator="cpu",
+        devices=devices,
+        max_steps=max_steps,
+        max_epochs=100,
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=root,
+        enable_checkpointing=False,
+    )
 
 
 def rows() -> torch.utils.data.DataLoader:
@@ -318,8 +327,6 @@ def _change_metadata(metadata: Any, rng: random.Random) -> None:
 
 def _rewrite_rest(file: Path, rng: random.Random) -> None:
     """Plain values that no checkpoint has, in one that `weights_only` reads."""
-    from fuzz import changed
-
     stored = torch.load(file, weights_only=True)
     for _ in range(rng.randint(1, 4)):
         stored = changed(stored, rng)
@@ -344,7 +351,9 @@ class Checkpoints:
         self._folder, self._canary = folder, str(folder / canary)
         self._good = good_checkpoints(folder)
         self._values = {kind: load_open(path) for kind, path in self._good.items()}
-        self._loader, self._expected, self._is_lightnings = "open", None, False
+        self._loader = "open"
+        self._expected = None
+        self._is_lightnings = False
 
     def write(self, rng: random.Random) -> Path:
         """A damaged copy; the loader that will read it is drawn, too."""
@@ -359,7 +368,10 @@ class Checkpoints:
         accident(path, rng) if is_accident else attack(path, rng, self._canary)
         # Nothing in an ordinary file of torch tells of changed values: its reader does not look at
         # its checksums.
-        self._expected = self._values[kind] if is_accident and path.is_dir() else None
+        if is_accident and path.is_dir():
+            self._expected = self._values[kind]
+        else:
+            self._expected = None
         self._is_lightnings = not (is_accident and path.is_dir())
         return path
 

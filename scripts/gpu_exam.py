@@ -1,692 +1,89 @@
-"""One GPU examines `strategy="alpa"`: equality, speed, memory, predictions, streams, checkpoints.
-One table, one JSON.
+"""Examines `strategy="alpa"` on one GPU: equality, speed, memory, predictions, streams,
+checkpoints. The result is one table and one JSON.
 
-    scripts/gpu_exam.sh                                    # all of it, under nine minutes on one GPU
-    scripts/gpu_exam.sh --device cpu --small               # the same code on a CPU (the slow tests do this)
+    scripts/gpu_exam.sh                       # all of it, under nine minutes on one GPU
+    scripts/gpu_exam.sh --device cpu --small  # the same code on a CPU, as in the slow tests
     scripts/gpu_exam.sh --parts speed ranks --out now.json
 
 Every part runs in processes of its own under a time limit, and what it has found until it fails
 counts: one failure hides no other. Several ranks share the one device over gloo (NCCL refuses
-that), so that the collectives' code path runs on CUDA tensors. Exit code 1 where a verdict is not
+that), so that the collectives' code path runs on CUDA tensors. Exit code 1 if a verdict is not
 "ok".
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib.util
-import inspect
 import json
-import os
-import signal
-import socket
-import statistics
-import subprocess
 import sys
 import tempfile
 import time
-import traceback
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
-from functools import partial
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-import lightning.pytorch as pl
 import torch
+from gpu_exam_jobs import Row, run_limited
 from gpu_exam_models import (
-    ROOT,
-    Clock,
     Exam,
-    Made,
-    alpa,
-    apart,
-    compile_blocks,
-    deterministic,
-    difference,
-    fit,
-    gpt,
-    large_gpt,
-    llama,
-    moe,
-    to_float8,
-    trained,
-    wide_resnet,
 )
-
-import alpa_strategy
-from alpa_strategy.units import format_bytes, format_seconds
-
-# Relative differences of weights and losses after a few steps; four times as much where two plain
-# runs differ as well.
-TOLERANCES = {"32-true": 1e-5, "64-true": 1e-9, "bf16-mixed": 5e-3, "16-mixed": 5e-3}
-Row = dict[str, Any]
-Add = Callable[..., None]  # add(item, verdict, text, **figures)
-
-
-# The parts: each adds rows
-
-
-def environment(exam: Exam, add: Add) -> None:
-    """What is examined, where."""
-    figures: Row = {
-        "torch": torch.__version__,
-        "lightning": pl.__version__,
-        "python": sys.version.split()[0],
-    }
-    if exam.on_gpu:
-        figures |= {
-            "device": torch.cuda.get_device_name(),
-            "cuda": torch.version.cuda,
-            "memory_bytes": torch.cuda.mem_get_info()[1],
-            "nccl": ".".join(map(str, torch.cuda.nccl.version())),
-        }
-    add(figures.get("device", exam.device), "ok", f"torch {torch.__version__}", **figures)
-
-
-def equality(exam: Exam, add: Add) -> None:
-    """Losses and weights of eight steps: alpa against the plain Trainer, and this against
-    itself.
-    """
-    makers: list[Callable[[Exam], Made]] = [gpt, moe, wide_resnet, llama]
-    torch.backends.cudnn.allow_tf32 = False  # as matrix products by default
-    precisions = ["32-true", "bf16-mixed", "16-mixed"] if exam.on_gpu else ["32-true", "bf16-mixed"]
-    for maker in makers:
-        for precision in precisions:
-            if maker is llama and importlib.util.find_spec("transformers") is None:
-                add(f"llama {precision}", "left out", "needs transformers")
-                continue
-            with each(add, f"{maker.__name__} {precision}"):
-                _as_plain(exam, add, maker, alpa(), precision)
-
-
-def _as_plain(
-    exam: Exam,
-    add: Add,
-    make: Callable[[Exam], Made],
-    strategy: Any,
-    precision: str,
-    plain_runs: int = 2,
-) -> None:
-    """A row: losses and weights under `strategy` against the plain Trainer's, and of two plain runs
-    this against itself
-    as well."""
-    with deterministic():
-        plain, *again, mine = [
-            trained(exam, make, each, precision) for each in (*["auto"] * plain_runs, strategy)
-        ]
-    found, noise = apart(mine, plain), apart(again[0], plain) if again else (0.0, 0.0)
-    allowed = [max(TOLERANCES[precision], 4 * n) for n in noise]
-    good = all(a <= limit for a, limit in zip(found, allowed, strict=True))  # nan is not
-    text = f"weights {found[0]:.1e}, losses {found[1]:.1e}"
-    text += f" (two plain runs: {noise[0]:.1e}, {noise[1]:.1e})" if again else ""
-    add(
-        None,
-        verdict(good),
-        text,
-        weights=found[0],
-        losses=found[1],
-        noise=noise,
-        last_loss=mine[0][-1],
-    )
-
-
-def speed(exam: Exam, add: Add) -> None:
-    """A GPT of 350 M parameters, in turns: tokens/s, host and device time, and what the planner had
-    said of both.
-    """
-    can_compile = "compile" in inspect.signature(alpa_strategy.AlpaStrategy.__init__).parameters
-    names = ["plain", "alpa", "plain + compile", *(["alpa + compile"] if can_compile else [])]
-    for precision in ("bf16-mixed", "32-true"):
-        rates: dict[str, list[float]] = {
-            name: [] for name in (names if precision == "bf16-mixed" else names[:2])
-        }
-        rounds = (
-            [list(rates)]
-            if exam.small or precision == "32-true"
-            else [list(rates), ["alpa", "plain"]]
-        )
-        for turn, order in enumerate(rounds):
-            for name in order:
-                with each(add, f"{name} {precision}, round {turn + 1}"):
-                    found = _timed(exam, name, precision)
-                    rates[name].append(found["tokens_per_second"])
-                    add(None, "ok", _speed_text(found), **found)
-        for name, found in rates.items():
-            if name != "plain" and found and rates["plain"]:
-                ratio = statistics.mean(found) / statistics.mean(rates["plain"])
-                is_ours = name == "alpa" and exam.on_gpu
-                add(
-                    f"{name} / plain, {precision}",
-                    verdict(not is_ours or ratio > 0.97),
-                    f"{ratio:.3f}",
-                    ratio=ratio,
-                )
-
-
-def _timed(exam: Exam, name: str, precision: str, recipe: str = "") -> Row:
-    pl.seed_everything(0, verbose=False)
-    model, rows, batch = large_gpt(exam)
-    if recipe:
-        to_float8(exam, model, recipe)
-    clock = Clock(exam, *((2, 4) if exam.small else (5, 20)))
-    options: Row = {"compile": True} if name == "alpa + compile" else {}
-    strategy = alpa(cluster=None, **options) if name.startswith("alpa") else "auto"
-    if name == "plain + compile":
-        compile_blocks(model)
-    started = time.perf_counter()
-    fit(exam, model, rows, batch, strategy, precision, clock.steps, [clock])
-    figures = {**clock.figures, "wall_seconds": time.perf_counter() - started}
-    figures["tokens_per_second"] = batch * rows[0].shape[1] / figures["step_seconds"]
-    if name.startswith("alpa"):
-        predicted = strategy.plan.predicted
-        figures |= {
-            "predicted_seconds": predicted.step_seconds,
-            "predicted_bytes": predicted.peak_bytes,
-        }
-    return figures
-
-
-def _speed_text(found: Row) -> str:
-    parts = [
-        f"{found['tokens_per_second']:,.0f} tokens/s, step {format_seconds(found['step_seconds'])}"
-    ]
-    if "predicted_seconds" in found:
-        ratio = found["step_seconds"] / found["predicted_seconds"]
-        parts.append(f"{ratio:.2f} x predicted")
-    parts.append(f"host {format_seconds(found['host_seconds'])}")
-    if "kernels" in found:
-        parts.append(f"{found['kernels']:.0f} kernels of {format_seconds(found['kernel_seconds'])}")
-    if "peak_bytes" in found:
-        parts.append(format_bytes(found["peak_bytes"]))
-        if "predicted_bytes" in found:
-            parts.append(f"{found['peak_bytes'] / found['predicted_bytes']:.3f} x planned")
-    return ", ".join(parts)
-
-
-def memory(exam: Exam, add: Add) -> None:
-    """Planned bytes against the allocator's peak: all kept, recomputed, in micro-batches, under
-    half of the limit.
-    """
-    cases: list[tuple[str, Row]] = [
-        ("kept", {"remat": False}),
-        ("recomputed", {"remat": True}),
-        ("4 micro-batches", {"num_microbatches": 4, "remat": False}),
-        ("4 micro-batches, recomputed", {"num_microbatches": 4, "remat": True}),
-        ("state in host memory", {"offload": True, "remat": False}),
-    ]
-    for precision in ("bf16-mixed", "32-true"):
-        for name, options in cases:
-            with each(add, f"{name}, {precision}"):
-                pl.seed_everything(0, verbose=False)
-                model, rows, batch = large_gpt(exam)
-                clock = Clock(exam, 2, 3, profiled=False)
-                strategy = alpa(**options)
-                fit(exam, model, rows, batch, strategy, precision, clock.steps, [clock])
-                planned = strategy.plan.predicted.peak_bytes
-                figures = {**clock.figures, "planned_bytes": planned}
-                peak = figures.get("peak_bytes")
-                ratio = None if peak is None else peak / planned
-                text = f"planned {format_bytes(planned)}"
-                text += "" if ratio is None else f", peak {format_bytes(peak)}, {ratio:.3f} x"
-                add(
-                    None,
-                    verdict(ratio is None or 0.8 <= ratio <= 1.1),
-                    text,
-                    ratio=ratio,
-                    **figures,
-                )
-
-
-def offload(exam: Exam, add: Add) -> None:
-    """All state in host memory, on one device: losses and weights as the plain Trainer's, fp16's
-    scaler included.
-    """
-    for precision in (
-        ("32-true", "bf16-mixed", "16-mixed") if exam.on_gpu else ("32-true", "bf16-mixed")
-    ):
-        with each(add, precision):
-            _as_plain(exam, add, gpt, alpa(offload=True), precision, plain_runs=1)
-
-
-def float8(exam: Exam, add: Add) -> None:
-    """Blocks with torchao's float8 linears: as in the plain Trainer, and tokens/s against bf16,
-    both compiled.
-    """
-    if importlib.util.find_spec("torchao") is None:
-        add("float8", "left out", "needs torchao")
-        return
-
-    def rowwise(exam: Exam) -> Made:
-        model, rows, batch = gpt(exam)
-        to_float8(exam, model, "rowwise")
-        return model, rows, batch
-
-    with each(add, "equality, rowwise"):
-        _as_plain(exam, add, rowwise, alpa(), "bf16-mixed")
-    for recipe in ("", "tensorwise") if exam.on_gpu else ():  # emulated it says nothing of speed
-        with each(add, f"alpa + compile, {recipe or 'bf16'}"):
-            found = _timed(exam, "alpa + compile", "bf16-mixed", recipe)
-            add(None, "ok", _speed_text(found), **found)
-
-
-def checkpoint(exam: Exam, add: Add) -> None:
-    """Saved in the middle and resumed: dropout and optimizer go on to the same weights."""
-    from lightning.pytorch.callbacks import ModelCheckpoint
-
-    for kind in ("sharded", "single"):
-        with each(add, f"{kind}, one rank"), deterministic():
-            found = []
-            for path in (None, f"{kind}/step=3.ckpt"):
-                saving = ModelCheckpoint(kind, "{step}", every_n_train_steps=3, save_top_k=-1)
-                given = {"callbacks": [saving], "enable_checkpointing": True, "ckpt_path": path}
-                found.append(
-                    trained(
-                        exam, partial(gpt, dropout=0.1), alpa(checkpoint=kind), steps=6, **given
-                    )[1]
-                )
-            weights = difference(found[1], found[0])
-            add(
-                None,
-                verdict(weights == 0.0),
-                f"weights {weights:.1e} after the resumed run",
-                weights=weights,
-            )
-
-
-PLANS: dict[str, Row] = {
-    "data": {"parallel": "data"},
-    "zero2": {"parallel": "zero2"},
-    "zero3": {"parallel": "zero3"},
-    "tensor": {"parallel": "tensor"},
-    "pipeline": {"num_stages": 2, "num_microbatches": 4, "schedule": "1F1B"},
-    "zero bubble": {"num_stages": 4, "num_microbatches": 4, "schedule": "InterleavedZeroBubble"},
-    "recomputing pipeline": {"num_stages": 2, "num_microbatches": 4, "remat": True},
-    "selective recomputation": {"parallel": "zero2", "remat": "selective"},
-    "zero2, offloaded": {"parallel": "zero2", "offload": True},
-    "zero3, offloaded": {"parallel": "zero3", "offload": True},
-    "compiled": {"parallel": "zero2", "compile": True},
-    "tensor, compiled": {"parallel": "tensor", "compile": True},
-    "planned submodules": {"capture": "submodules", "parallel": "tensor"},
-    # Both ranks load the same rows: the mean of their gradients is one process's.
-    "as written": {"capture": "never", "batch_scope": "replica", "parallel": "data"},
-    "as written, zero3": {"capture": "never", "batch_scope": "replica", "parallel": "zero3"},
-}
-
-
-def ranks(exam: Exam, add: Add) -> None:
-    """Two ranks on the one device over gloo, in float64: equal to one process; sharded checkpoints,
-    resumed.
-    """
-    jobs = [{"plan": name, "steps": 5, "precision": "64-true", "resume": False} for name in PLANS]
-    # In float32: Lightning reads a checkpoint into float32 parameters before it makes them float64.
-    again = {"precision": "32-true", "resume": True}
-    jobs += [
-        {**job, **again} for job in jobs if job["plan"] in ("zero3", "zero3, offloaded", "pipeline")
-    ]
-    reference = trained(exam, gpt, "auto", "64-true", 5)
-    for job, found in _two_ranks(exam, jobs):
-        with each(add, f"{job['plan']}, saved and resumed" if job["resume"] else str(job["plan"])):
-            if isinstance(found, str):
-                raise RuntimeError(found)
-            mine, (losses, after) = found["run"], found["first"] if job["resume"] else reference
-            weights, loss = apart(mine, (losses[-len(mine[0]) :], after))
-            allowed = 0.0 if job["resume"] else TOLERANCES["64-true"]
-            good = weights <= allowed and loss <= allowed
-            whose = "the first run's" if job["resume"] else "one process's"
-            text = (
-                f"weights {weights:.1e}, losses {loss:.1e} from {whose}, {found['seconds']:.0f} s"
-            )
-            add(None, verdict(good), text, weights=weights, losses=loss)
-
-
-def streams(exam: Exam, add: Add) -> None:
-    """Twenty steps with every asynchronous path in use, with and without CUDA_LAUNCH_BLOCKING: the
-    same numbers.
-    """
-    names = (
-        "data",
-        "zero2",
-        "zero3",
-        "pipeline",
-        "as written, zero3",
-        "zero2, offloaded",
-        "zero3, offloaded",
-    )
-    jobs = [{"plan": name, "steps": 20, "precision": "32-true", "resume": False} for name in names]
-    free = [found for _, found in _two_ranks(exam, jobs, {"CUDA_LAUNCH_BLOCKING": "0"})]
-    blocking = [found for _, found in _two_ranks(exam, jobs, {"CUDA_LAUNCH_BLOCKING": "1"})]
-    for name, mine, theirs in zip(names, free, blocking, strict=True):
-        with each(add, name):
-            if isinstance(mine, str) or isinstance(theirs, str):
-                raise RuntimeError(mine if isinstance(mine, str) else theirs)
-            weights, loss = apart(mine["run"], theirs["run"])
-            text = f"weights {weights:.1e}, losses {loss:.1e} apart"
-            add(None, verdict(weights <= 1e-6 and loss <= 1e-6), text, weights=weights, losses=loss)
-
-
-def nccl(exam: Exam, add: Add) -> None:
-    """Each collective of the communication layer on NCCL with one rank, and a training beside its
-    group.
-    """
-    if not exam.on_gpu:
-        add("nccl", "left out", "needs a GPU")
-        return
-    import torch.distributed as dist
-
-    from alpa_strategy.comm.collectives import broadcast_object
-    from alpa_strategy.comm.mesh import select_backend
-
-    here = torch.device("cuda", 0)
-    store = dist.HashStore()
-    dist.init_process_group("nccl", store=store, rank=0, world_size=1, device_id=here)
-    library = select_backend("torch", "cuda")
-    x = torch.arange(2**20, device=here, dtype=torch.float32)
-    out = torch.empty_like(x)
-    as_bytes = x.view(torch.uint8), out.view(torch.uint8)
-    calls: dict[str, Callable[[], Any]] = {
-        "all_reduce": lambda: library.all_reduce(out.copy_(x), library.ReduceOp.SUM, None, True),
-        "all_gather": lambda: library.all_gather_into_tensor(as_bytes[1], as_bytes[0], None, True),
-        "reduce_scatter": lambda: library.reduce_scatter_tensor(
-            out, x, library.ReduceOp.SUM, None, True
-        ),
-        "all_to_all": lambda: library.all_to_all_single(
-            as_bytes[1], as_bytes[0], [x.nbytes], [x.nbytes], None, True
-        ),
-    }
-    for name, call in calls.items():
-        with each(add, name):
-            out.zero_()
-            call().wait()
-            same = torch.equal(out, x)
-            started = time.perf_counter()
-            for _ in range(100):
-                call().wait()
-            host = (time.perf_counter() - started) / 100
-            torch.cuda.synchronize()
-            add(None, verdict(same), f"host {format_seconds(host)} a call", host_seconds=host)
-    with each(add, "objects and barrier"):
-        dist.barrier(device_ids=[0])
-        add(None, verdict(broadcast_object({"a": 1}) == {"a": 1}), "broadcast")
-    with each(add, "training beside it"):
-        _as_plain(exam, add, gpt, alpa(), "32-true", plain_runs=1)
-    dist.destroy_process_group()
-
-
-def roofline(exam: Exam, add: Add) -> None:
-    """What the device reaches (scripts/gpu_roofline.py), as figures for the costs."""
-    from gpu_roofline import measure
-
-    best: dict[str, tuple[float, str]] = {}
-    for found in measure(torch.device(exam.device), exam.small):
-        failed = "error" in found
-        if failed:
-            add(found["kind"], "failed", str(found["error"]), **found)
-            continue
-        add(found["kind"], "", "", **found)  # in the JSON alone
-        if found["kind"] == "launch":
-            key, text = f"launch: {found['what']}", f"host {format_seconds(found['host_seconds'])}"
-            best[key] = (0.0, text)
-            continue
-        key = " ".join(str(found[part]) for part in ("kind", "dtype") if part in found)
-        rate = found.get("flops_per_second") or found["bytes_per_second"]
-        unit = "TFLOP/s" if "flops_per_second" in found else "TB/s"
-        if key not in best or rate > best[key][0]:
-            best[key] = (rate, f"{rate / 1e12:.3g} {unit}")
-    for key, (_, text) in best.items():
-        add(f"best {key}", "ok", text)
-
-
-# Name -> (part, its limit in seconds); what matters most comes first, should time run out.
-PARTS: dict[str, tuple[Callable[[Exam, Add], None], int]] = {
-    "environment": (environment, 60),
-    "equality": (equality, 150),
-    "ranks": (ranks, 180),
-    "speed": (speed, 180),
-    "memory": (memory, 120),
-    "roofline": (roofline, 90),
-    "checkpoint": (checkpoint, 60),
-    "offload": (offload, 60),
-    "float8": (float8, 90),
-    "streams": (streams, 150),
-    "nccl": (nccl, 60),
-}
-
-
-# Two ranks on one device
-
-
-def _two_ranks(
-    exam: Exam, jobs: Sequence[Row], environment: dict[str, str] | None = None
-) -> Iterator[tuple[Row, Row | str]]:
-    """Each job with the losses and weights of its two ranks under one of `PLANS`, or with what went
-    wrong.
-
-    All in one pair of processes; those after one that fails in another pair.
-    """
-    left = list(jobs)
-    while left:
-        with tempfile.TemporaryDirectory() as folder:
-            with socket.socket() as free:
-                free.bind(("127.0.0.1", 0))
-                port = free.getsockname()[1]
-            command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2"]
-            command += [
-                "--master-addr=127.0.0.1",
-                f"--master-port={port}",
-                __file__,
-                "--device",
-                exam.device,
-            ]
-            command += ["--rank-jobs", json.dumps(left), *(["--small"] if exam.small else [])]
-            failure = ""
-            try:
-                _run(command, 40 + (15 if exam.on_gpu else 60) * len(left), folder, environment)
-            except RuntimeError as error:
-                failure = str(error)
-            for number, job in enumerate(left):
-                out = Path(folder) / f"{number}.pt"
-                said = out.with_suffix(".error")
-                why = said.read_text() if said.exists() else failure
-                yield job, torch.load(out, weights_only=True) if out.exists() else why
-                if not out.exists():
-                    break
-            left = left[number + 1 :]
-
-
-def rank_jobs(exam: Exam, jobs: Sequence[Row]) -> None:
-    """One of the two ranks."""
-    import torch.distributed as dist
-
-    # Both on device 0: NCCL refuses that, so the group is gloo's, made before the strategy looks
-    # for one.
-    dist.init_process_group("gloo")
-    for number, job in enumerate(jobs):
-        started = time.perf_counter()
-        try:
-            found = _rank_job(exam, job, f"saved{number}")
-        except BaseException as error:
-            with (
-                suppress(FileExistsError),
-                open(f"{number}.error", "x") as file,
-            ):  # of the first rank that fails
-                file.write("".join(traceback.format_exception(error))[-1500:])
-            raise
-        if dist.get_rank() == 0:
-            torch.save({**found, "seconds": time.perf_counter() - started}, f"{number}.part")
-            Path(f"{number}.part").rename(f"{number}.pt")
-    dist.destroy_process_group()
-
-
-def _rank_job(exam: Exam, job: Row, folder: str) -> Row:
-    from lightning.pytorch.callbacks import ModelCheckpoint
-
-    # One device twice; with a number of devices Lightning would ask for two.
-    here = [torch.device("cuda", 0) if exam.on_gpu else torch.device("cpu")] * 2
-    given: Row = {"devices": "auto"}
-    options = {
-        "batch_scope": "global",
-        "bucket_bytes": 2**14,
-        "parallel_devices": here,
-        **PLANS[job["plan"]],
-    }
-    runs = []
-    for path in (None, f"{folder}/step=3.ckpt") if job["resume"] else (None,):
-        if job["resume"]:
-            saving = ModelCheckpoint(folder, "{step}", every_n_train_steps=3, save_top_k=-1)
-            given |= {"callbacks": [saving], "enable_checkpointing": True, "ckpt_path": path}
-        with deterministic():
-            runs.append(
-                trained(exam, gpt, alpa(**options), job["precision"], job["steps"], **given)
-            )
-    return {"first": runs[0], "run": runs[-1]}
-
-
-# The frame
-
-
-def verdict(good: bool) -> str:
-    return "ok" if good else "failed"
-
-
-_item: list[str] = [""]
-
-
-@contextmanager
-def each(add: Add, item: str) -> Iterator[None]:
-    """One item of a part: its rows bear its name, its failure is a row of its own."""
-    _item[0] = item
-    try:
-        yield
-    except Exception as error:
-        text = str(error).strip() or type(error).__name__
-        add(item, "failed", f"{type(error).__name__}: {text[-400:]}")
-        if isinstance(error, torch.cuda.OutOfMemoryError):
-            torch.cuda.empty_cache()
-
-
-def run_part(exam: Exam, name: str, out: Path) -> None:
-    """Run one part in this process; its rows go to `out` one by one."""
-    with out.open("a", encoding="utf-8") as file:
-
-        def add(item: str | None, outcome: str, text: str, **figures: Any) -> None:
-            row = {
-                "part": name,
-                "item": item or _item[0],
-                "verdict": outcome,
-                "text": text,
-                "figures": figures,
-            }
-            file.write(json.dumps(row) + "\n")
-            file.flush()
-
-        PARTS[name][0](exam, add)
-
-
-def _run(
-    command: list[str],
-    seconds: float,
-    folder: str,
-    environment: dict[str, str] | None = None,
-    own_session: bool = False,
-) -> None:
-    """RuntimeError with the end of its output where the command fails or does not end."""
-    variables = {
-        "OMP_NUM_THREADS": "2",
-        "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
-        **os.environ,
-        **(environment or {}),
-    }
-    variables["PYTHONPATH"] = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    if sys.platform == "linux":
-        variables.setdefault("GLOO_SOCKET_IFNAME", "lo")  # a machine without a network has no other
-    log = Path(folder) / "log"
-    with log.open("w") as file:
-        # A session of its own, so that all that it starts ends with it; torchrun ends its ranks
-        # itself when asked.
-        job = subprocess.Popen(
-            command,
-            env=variables,
-            cwd=folder,
-            stdout=file,
-            stderr=subprocess.STDOUT,
-            start_new_session=own_session,
-        )
-        code: int | None = None
-        try:
-            code = job.wait(seconds)
-        except subprocess.TimeoutExpired:
-            for number in (signal.SIGTERM, signal.SIGKILL):
-                with suppress(ProcessLookupError):
-                    os.killpg(job.pid, number) if own_session else job.send_signal(number)
-                with suppress(subprocess.TimeoutExpired):
-                    job.wait(10)
-    if code != 0:
-        why = f"no end after {seconds:.0f} s" if code is None else f"exit code {code}"
-        raise RuntimeError(f"{why}: ...{log.read_text(errors='replace')[-1500:]}")
+from gpu_exam_parts import PARTS, run_part
+from gpu_exam_ranks import rank_jobs
 
 
 def examine(
     exam: Exam, parts: Sequence[str], seconds: float, patience: float, out: Path
 ) -> list[Row]:
-    """All parts, each in a process of its own, within `seconds`; `out` has what is known after
-    each.
+    """Run every part in a process of its own, and return the rows of all of them.
+
+    Args:
+        exam: device and sizes.
+        parts: names in `PARTS`.
+        seconds: for all parts together; parts without time are left out.
+        patience: factor of every part's own limit.
+        out: file to which the rows are written after each part.
     """
     rows: list[Row] = []
     end = time.perf_counter() + seconds
     for name in parts:
-        with tempfile.TemporaryDirectory() as folder:
-            found = Path(folder) / "rows.jsonl"
-            command = [
-                sys.executable,
-                __file__,
-                "--device",
-                exam.device,
-                "--part",
-                name,
-                "--rows",
-                str(found),
-            ]
-            started = time.perf_counter()
-            limit, failure = min(PARTS[name][1] * patience, end - started), ""
-            if limit < 5:
-                rows.append(
-                    {
-                        "part": name,
-                        "item": "",
-                        "verdict": "left out",
-                        "text": "no time left",
-                        "figures": {},
-                    }
-                )
-                continue
-            try:
-                _run(
-                    [*command, *(["--small"] if exam.small else [])],
-                    limit,
-                    folder,
-                    own_session=True,
-                )
-            except RuntimeError as error:
-                failure = str(error)
-            took = time.perf_counter() - started
-            if found.exists():
-                rows += [
-                    json.loads(line) for line in found.read_text(encoding="utf-8").splitlines()
-                ]
-            outcome, text = ("failed", failure[-600:]) if failure else ("ok", f"{took:.0f} s")
-            rows.append(
-                {
-                    "part": name,
-                    "item": "",
-                    "verdict": outcome,
-                    "text": text,
-                    "figures": {"seconds": took},
-                }
-            )
-            print(f"{name}: {outcome}, {took:.0f} s", flush=True)
+        limit = min(PARTS[name][1] * patience, end - time.perf_counter())
+        if limit < 5:
+            rows.append(part_row(name, "left out", "no time left", {}))
+            continue
+        rows += examine_part(exam, name, limit)
         out.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
     return rows
+
+
+def examine_part(exam: Exam, name: str, limit: float) -> list[Row]:
+    """Run one part for at most `limit` seconds; return its rows and one of its outcome."""
+    rows: list[Row] = []
+    with tempfile.TemporaryDirectory() as folder:
+        lines = Path(folder) / "rows.jsonl"
+        command = [sys.executable, __file__, "--device", exam.device]
+        command += ["--part", name, "--rows", str(lines)]
+        if exam.small:
+            command.append("--small")
+        failure = ""
+        started = time.perf_counter()
+        try:
+            run_limited(command, limit, folder, own_session=True)
+        except RuntimeError as error:
+            failure = str(error)
+        took = time.perf_counter() - started
+        if lines.exists():
+            rows += [json.loads(line) for line in lines.read_text(encoding="utf-8").splitlines()]
+    if failure:
+        verdict, text = "failed", failure[-600:]
+    else:
+        verdict, text = "ok", f"{took:.0f} s"
+    rows.append(part_row(name, verdict, text, {"seconds": took}))
+    print(f"{name}: {verdict}, {took:.0f} s", flush=True)
+    return rows
+
+
+def part_row(name: str, verdict: str, text: str, figures: dict[str, float]) -> Row:
+    """Return the row of a part's outcome."""
+    return {"part": name, "item": "", "verdict": verdict, "text": text, "figures": figures}
 
 
 def show(rows: Sequence[Row], title: str) -> None:
@@ -738,7 +135,9 @@ def main() -> int:
     started = time.perf_counter()
     rows = examine(exam, args.parts, args.seconds, args.patience, args.out)
     show(rows, f"alpa on {exam.device}, {time.perf_counter() - started:.0f} s")
-    return 1 if any(row["verdict"] == "failed" for row in rows) else 0
+    if any(row["verdict"] == "failed" for row in rows):
+        return 1
+    return 0
 
 
 if __name__ == "__main__":

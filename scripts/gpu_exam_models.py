@@ -149,7 +149,9 @@ class Clock(pl.Callback):
     def __init__(
         self, exam: Exam, warmup: int, timed: int, probed: int = 3, profiled: bool = True
     ) -> None:
-        self._exam, self._warmup, self._end = exam, warmup, warmup + timed
+        self._exam = exam
+        self._warmup = warmup
+        self._end = warmup + timed
         self._probe_end = self._end + probed
         self._profiled = profiled and exam.on_gpu
         self.steps = self._probe_end + (2 if self._profiled else 0)
@@ -238,8 +240,9 @@ def fit(
 
 
 def alpa(**options: Any) -> alpa_strategy.AlpaStrategy:
-    """Captured, or an error: a step that quietly runs as it is written equals the plain Trainer's
-    whatever we do.
+    """Return the strategy, with an error for a step that is not captured.
+
+    An eager step equals the plain Trainer's in any case, so it would examine nothing.
     """
     return alpa_strategy.AlpaStrategy(
         **{"verbose": False, "cluster": str(COSTS), "capture": "require", **options}

@@ -1,4 +1,4 @@
-"""What a device reaches: matrix products, attention, pointwise ops, copies and launches, as figures
+"""What a device reaches: matmuls, attention, pointwise ops, copies and launches, as figures
 for cost curves.
 
     python scripts/gpu_roofline.py --device cuda --out roofline.json
@@ -54,15 +54,15 @@ class Timer:
         """
         for _ in range(3):
             fn()
-        found = []
+        results = []
         for _ in range(5):
             self.synchronize()
             started = time.perf_counter()
             for _ in range(count):
                 fn()
-            found.append((time.perf_counter() - started) / count)
+            results.append((time.perf_counter() - started) / count)
         self.synchronize()
-        return statistics.median(found)
+        return statistics.median(results)
 
     def synchronize(self) -> None:
         if self.device.type == "cuda":

@@ -79,7 +79,10 @@ connector._AcceleratorConnector.__init__ = placed
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_teardown(item):
-    """The tests wait so for the thread that watches DDP's ranks, by its class; every other that is left is an error."""
+    """Wait for the thread that watches the ranks, as the tests wait for DDP's by its class.
+
+    Any other thread that is left is an error for them.
+    """
     for thread in threading.enumerate():
         if thread.name == "alpa-child-watch":
             thread.join(60)
@@ -87,17 +90,24 @@ def pytest_runtest_teardown(item):
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
-    """Standalone tests as well: every test has a process of its own here."""
+    """Select standalone tests as well: every test has a process of its own here."""
+    selected = []
     for item in items:
-        alone = [m for m in item.own_markers if m.kwargs.get("reason") == "Requires: [Standalone execution]"]
-        item.own_markers[:] = [m for m in item.own_markers if m not in alone]
-    items[:] = [i for i in items if not any(m.name == "skipif" and m.kwargs.get("condition") for m in i.own_markers)]
+        marks = []
+        for mark in item.own_markers:
+            if mark.kwargs.get("reason") != "Requires: [Standalone execution]":
+                marks.append(mark)
+        item.own_markers[:] = marks
+        skips = [mark for mark in marks if mark.name == "skipif"]
+        if not any(mark.kwargs.get("condition") for mark in skips):
+            selected.append(item)
+    items[:] = selected
 '''
 
 
 def tests_that_name_ddp(root: Path) -> list[str]:
     """`file::function` of every test whose source, decorators included, names a form of DDP."""
-    found = []
+    results = []
     for path in sorted((root / "tests_pytorch").rglob("test_*.py")):
         if any(part in str(path) for part in ABOUT_DDP):
             continue
@@ -114,8 +124,8 @@ def tests_that_name_ddp(root: Path) -> list[str]:
                 if "ddp" in source.lower() or any(
                     f"{name}(" in source for name in helpers - {node.name}
                 ):
-                    found.append(f"{path.relative_to(root)}::{node.name}")
-    return found
+                    results.append(f"{path.relative_to(root)}::{node.name}")
+    return results
 
 
 def _source(text: str, node: ast.FunctionDef) -> str:
@@ -177,10 +187,10 @@ def run(root: Path, tests: list[str], under: str, plugin: Path, *arguments: str)
 
 def compare(root: Path, test: str, plugin: Path) -> dict[str, Any]:
     """Both runs of one test."""
-    found: dict[str, Any] = {"test": test, "ddp": run(root, [test], "ddp", plugin)}
-    if found["ddp"]["passed"] and found["ddp"]["ranks"]:
-        found["alpa"] = run(root, [test], "alpa", plugin)
-    return found
+    results: dict[str, Any] = {"test": test, "ddp": run(root, [test], "ddp", plugin)}
+    if results["ddp"]["passed"] and results["ddp"]["ranks"]:
+        results["alpa"] = run(root, [test], "alpa", plugin)
+    return results
 
 
 def cases(root: Path, tests: list[str], plugin: Path) -> list[str]:

@@ -1,7 +1,8 @@
-"""The planner's free choice beside the best of nanotron's 4,100 runs, cell by cell: model x number
+"""The planner's free choice against the best of nanotron's 4,100 runs: a cell per model and number
 of H100.
 
-    python scripts/nanotron.py                                   # all cells of ../shared/published_results.json
+    # all cells of ../shared/published_results.json
+    python scripts/nanotron.py
     python scripts/nanotron.py rows.json --cells 574 580 --out docs
 
 Both are planned on the cluster, program and precision of `published_price.py`, without
@@ -40,22 +41,34 @@ from alpa_strategy.planner.pipeline_search import plan_pipeline
 from alpa_strategy.planner.planner import make_plan
 from alpa_strategy.planner.task import PlanTask
 
-NEAR, FAR = (
-    1.03,
-    0.9,
-)  # of the published plan's predicted seconds: what is met; what says that the costs are wrong
+# In multiples of the published plan's predicted seconds: a choice up to NEAR is as good; a choice
+# below FAR says that the costs are wrong.
+NEAR = 1.03
+FAR = 0.9
 SCHEDULES = ("1F1B", "GPipe")
-HEADER = ("model", "H100", "published best", "measured", "predicted", "free choice", "predicted", "free / published",
-          "free / measured", "CPU-s", "within 3 %")  # fmt: skip
+HEADER = (
+    "model",
+    "H100",
+    "published best",
+    "measured",
+    "predicted",
+    "free choice",
+    "predicted",
+    "free / published",
+    "free / measured",
+    "CPU-s",
+    "within 3 %",
+)
 
 
 def planned(case: Case, **pins: object) -> Plan:
-    """The plan of the case's model and batch on its cluster under `pins` (of `PlanOptions`)."""
+    """Plan the case's model and batch on its cluster under `pins` (fields of `PlanOptions`)."""
     rows = case.rows * case.num_microbatches * case.dp
     with torch.device("meta"):
         model = Transformer(case.num_blocks, **case.model).to(torch.bfloat16)
         tokens = torch.zeros(rows, case.model["seq_len"], dtype=torch.long)
-    options = PlanOptions(batch_scope="global", compile=case.compiled, remat=False, **pins)  # type: ignore[arg-type]
+    fixed: dict[str, object] = {"batch_scope": "global", "compile": case.compiled, "remat": False}
+    options = PlanOptions(**fixed, **pins)  # type: ignore[arg-type]
     optimizer = OptimizerInfo(
         case.program.state_bytes, gradient_itemsize=case.program.gradient_bytes
     )
@@ -63,7 +76,7 @@ def planned(case: Case, **pins: object) -> Plan:
 
 
 def choose(task: PlanTask) -> Plan:
-    """The faster of the best single stage on the whole batch and the best stages on
+    """The faster of the best single stage on the global batch and the best stages on
     micro-batches.
     """
     plans: list[Plan] = []
@@ -79,7 +92,7 @@ def choose(task: PlanTask) -> Plan:
 
 
 def published(case: Case) -> Plan:
-    """The published configuration, its layers cut into stages as the planner would."""
+    """Plan the published configuration; the planner splits the layers into stages."""
     shape, parallel = mesh_and_pins(case)
     return planned(
         case,
@@ -91,11 +104,16 @@ def published(case: Case) -> Plan:
 
 
 def in_words(plan: Plan) -> str:
-    """`2 stages of 8, 32 micro-batches, 1F1B; G0`: of unequal stages every mesh; how most
-    parameters lie.
+    """Describe a plan: `2 of 8, 32 micro-batches, 1F1B; G0`.
+
+    Unequal stages are listed by their meshes. The last word is the storage placement of most
+    parameters.
     """
     meshes = ["x".join(map(str, stage.logical_mesh)) for stage in plan.stages]
-    stages = f"{len(meshes)} of {meshes[0]}" if len(set(meshes)) == 1 else " + ".join(meshes)
+    if len(set(meshes)) == 1:
+        stages = f"{len(meshes)} of {meshes[0]}"
+    else:
+        stages = " + ".join(meshes)
     modes = Counter(
         " ".join(map(str, p.modes)) for s in plan.stages for p in s.parameter_plans.values()
     )
@@ -104,16 +122,21 @@ def in_words(plan: Plan) -> str:
 
 
 def row(case: Case) -> list[str]:
-    """A line of the table."""
+    """Return a row of the table."""
     pinned = published(case).predicted.step_seconds
     started = time.process_time()
     free = planned(case)
-    took, seconds = time.process_time() - started, free.predicted.step_seconds
-    own = f"dp {case.dp}, tp {case.tp}, pp {case.pp}, {case.num_microbatches} x {case.rows} rows, ZeRO-{case.zero}"
+    took = time.process_time() - started
+    seconds = free.predicted.step_seconds
+    degrees = f"dp {case.dp}, tp {case.tp}, pp {case.pp}"
+    batch = f"{case.num_microbatches} x {case.rows} rows"
+    verdict = "no" if seconds > NEAR * pinned else "yes"
+    if seconds < FAR * pinned:
+        verdict += ", far below"
     return [
         case.name.split("(")[0].removeprefix("Llama-like").strip(),
         str(case.cluster.num_devices),
-        own,
+        f"{degrees}, {batch}, ZeRO-{case.zero}",
         f"{case.seconds:.3f} s",
         f"{pinned:.3f} s",
         in_words(free),
@@ -121,24 +144,31 @@ def row(case: Case) -> list[str]:
         f"{seconds / pinned:.3f}",
         f"{seconds / case.seconds:.3f}",
         f"{took:.0f}",
-        ("no" if seconds > NEAR * pinned else "yes")
-        + (", far below" if seconds < FAR * pinned else ""),
+        verdict,
     ]
 
 
-NOTE = f"""Of each cell, both are plans of our planner by the same costs, under *predicted*: the published
-configuration, its degrees, ZeRO and micro-batches pinned, and the choice with nothing pinned. So what is
-compared is the search: a published configuration that is faster than the choice was missed. It says nothing of whether
-the choice would run faster. *far below*: it is predicted more than {1 - FAR:.0%} faster than the best of many runs over
-data, tensor and pipeline degrees, so there the costs flatter one kind of plan. On 256 devices and more, most published
-configurations are predicted too fast themselves (compare *measured*)."""
+NOTE = f"""Both *predicted* columns are plans of our planner by the same costs: the published
+configuration, with its degrees, ZeRO and micro-batches pinned, and the choice with nothing pinned.
+The comparison is one of searches: a published configuration that is faster than the choice was
+missed. It does not tell whether the choice would run faster. *far below*: the choice is predicted
+more than {1 - FAR:.0%} faster than the best of many runs over data, tensor and pipeline degrees, so
+the costs flatter one kind of plan there. On 256 devices and more, most published configurations are
+predicted too fast themselves (compare *measured*)."""
 
 
 def report(lines: list[list[str]], folder: Path, left_out: Sequence[str] = ()) -> None:
-    """docs/nanotron.md; `left_out`: cells that were not planned."""
-    head = "# The free choice beside nanotron's best of 4,100\n\nGenerated by `scripts/nanotron.py`; edit that.\n"
-    text = f"{head}\n{(__doc__ or '').split(chr(10) * 2)[-1].strip()}\n\n{NOTE}\n\n{markdown(lines, HEADER)}\n"
-    text += f"\nNot planned in this run: {', '.join(left_out)}.\n" if left_out else ""
+    """Write `folder`/nanotron.md; `left_out`: cells that were not planned."""
+    paragraphs = [
+        "# The free choice beside nanotron's best of 4,100",
+        "Generated by `scripts/nanotron.py`; edit that.",
+        (__doc__ or "").split("\n\n")[-1].strip(),
+        NOTE,
+        markdown(lines, HEADER),
+    ]
+    if left_out:
+        paragraphs.append(f"Not planned in this run: {', '.join(left_out)}.")
+    text = "\n\n".join(paragraphs) + "\n"
     (folder / "nanotron.md").write_text(text, encoding="utf-8")
 
 
@@ -154,8 +184,10 @@ def main() -> int:
     best = [
         row for row in rows if "nanotron" in row["source"] and row["kind"].startswith("best plan")
     ]
-    cases = [case for each in best if isinstance(case := express(each), Case)]
-    shown, lines = Table(*HEADER, title="free choices against the best of nanotron's runs"), []
+    expressed = [express(row) for row in best]
+    cases = [case for case in expressed if isinstance(case, Case)]
+    shown = Table(*HEADER, title="free choices against the best of nanotron's runs")
+    lines = []
     left_out = []
     for case in cases:
         if args.cells is not None and case.row not in args.cells:

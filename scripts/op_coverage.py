@@ -1,9 +1,8 @@
 """How much of PyTorch's operator database the sharding rules cover, proved by running shards.
 Minutes on one core.
 
-`--write` stores the findings, `--show linear` prints them. In parts: `--part 0/4 --write
-part0.json` does a quarter of the database, and `--merge part*.json` stores the findings of all of
-them.
+`--write` stores the findings, `--show linear` prints them. `--part 0/4 --write part0.json` covers a
+quarter of the database, and `--merge part*.json` stores the findings of all quarters.
 """
 
 from __future__ import annotations
@@ -78,7 +77,9 @@ def main(given: Sequence[str] | None = None) -> int:
     print(f"{time.perf_counter() - started:.0f} s")
     if arguments.write:
         save(verdicts, arguments.write)
-    return 1 if any(v.wrong for v in verdicts) else 0
+    if any(v.wrong for v in verdicts):
+        return 1
+    return 0
 
 
 if __name__ == "__main__":

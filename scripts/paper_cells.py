@@ -69,7 +69,10 @@ def cells() -> Iterator[Cell]:
     """All of them, family by family, ascending in size."""
     for family, names in SIZES.items():
         for index, (size, devices) in enumerate(zip(names, NUM_DEVICES, strict=True)):
-            rows = (1520 if devices == 64 else 1536) if family == "wide_resnet" else 1024
+            if family == "wide_resnet":
+                rows = 1520 if devices == 64 else 1536
+            else:
+                rows = 1024
             figure = {k: v[index - 2] for k, v in FIGURE[family].items() if index >= 2}
             paper = {k: v for k, v in figure.items() if v is not None}
             yield Cell(family, size, devices, rows, MICROBATCHES[family][index], paper)
@@ -82,13 +85,11 @@ def model_flops(cell: Cell, model: torch.nn.Module, forward_flops: float) -> flo
     if cell.family == "wide_resnet":
         return 4 * forward_flops
     h = model.hparams
-    tokens, D, T, V, L = (
-        cell.rows * h.sequence_length,
-        h.hidden,
-        h.sequence_length,
-        h.vocab_size,
-        h.num_layers,
-    )
+    tokens = cell.rows * h.sequence_length
+    D = h.hidden
+    T = h.sequence_length
+    V = h.vocab_size
+    L = h.num_layers
     head = 6 * tokens * D * V
     if cell.family == "gpt":
         return 96 * tokens * D**2 * L * (1 + T / (6 * D)) + head

@@ -126,7 +126,7 @@ def difference(value: dict | None, paper: float) -> str | None:
 def sentence(
     family: str, column: str, num_nodes: int, value: dict | None, paper: float
 ) -> str | None:
-    """How a cell differs from the paper and why; None where it does not."""
+    """How a cell differs from the paper and why; None if it does not."""
     how = difference(value, paper)
     if how is None:
         return None
@@ -134,8 +134,10 @@ def sentence(
     why = ACROSS_NODES if is_wide else REASONS.get((family, column, how), "not explained")
     if value is None or not paper:
         return f"{how}, unlike the paper: {why}"
-    share = f"busiest stage {value['compute']:.3g} s compute and {value['communication']:.3g} s communication"
-    text = f"{value['pflops'] / paper:.2f} x the paper's figure ({share} of {value['seconds']:.3g} s): {why}"
+    compute = f"{value['compute']:.3g} s compute"
+    communication = f"{value['communication']:.3g} s communication"
+    share = f"busiest stage {compute} and {communication} of {value['seconds']:.3g} s"
+    text = f"{value['pflops'] / paper:.2f} x the paper's figure ({share}): {why}"
     if is_wide:
         left = value["seconds"] * value["pflops"] / paper - (
             value["seconds"] - value["communication"]

@@ -1,9 +1,12 @@
 """The Alpa paper's weak-scaling figures: GPT, MoE, Wide-ResNet on 1 to 64 V100, planned, beside
 what others do.
 
-    python scripts/paper_table.py                                  # every cell that is not in the results yet
-    python scripts/paper_table.py --family moe --devices 8 16      # some of them
-    python scripts/paper_table.py --report                         # the table and docs/paper_table.md, nothing planned
+    # every cell that is not in the results yet
+    python scripts/paper_table.py
+    # some of them
+    python scripts/paper_table.py --family moe --devices 8 16
+    # the table and docs/paper_table.md; nothing is planned
+    python scripts/paper_table.py --report
 
 Every column is priced by the same costs under the same memory limit, with the paper's batch, number
 of micro-batches and recomputation everywhere (its authors' suites set `use_remat` for all models),
@@ -18,6 +21,7 @@ throughput in other words.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import math
 import sys
@@ -152,7 +156,7 @@ class Planner:
         """The best stages under 1F1B of those that `wanted(submesh index, first layer, last)`
         allows.
 
-        `num_layers`: at least so many layers for stages to be made of.
+        `num_layers`: the smallest number of layers to make stages of.
         """
         from alpa_strategy.errors import PlanError
         from alpa_strategy.inter_op.subgraph import cluster_layers
@@ -161,12 +165,10 @@ class Planner:
         if job.num_layers < num_layers:
             job = replace(job, cuts=cluster_layers(job.graph, num_layers))
         L = job.num_layers
-        allowed = np.array(
-            [
-                [[a < b and wanted(m, a, b) for m in range(len(self.meshes))] for b in range(L + 1)]
-                for a in range(L)
-            ]
-        )
+        allowed = np.zeros((L, L + 1, len(self.meshes)), dtype=bool)
+        for a, b in itertools.combinations(range(L + 1), 2):
+            for mesh in range(len(self.meshes)):
+                allowed[a, b, mesh] = wanted(mesh, a, b)
         used = np.flatnonzero(allowed.any(axis=(0, 1)))
         if not used.size:
             raise PlanError("there are no such stages")
@@ -175,9 +177,10 @@ class Planner:
         )
 
     def intra(self) -> Plan:
-        """One stage over all devices."""
-        L, whole = self.job.num_layers, len(self.meshes) - 1
-        return self.stages(lambda m, a, b: m == whole and (a, b) == (0, L))
+        """Plan one stage over all devices."""
+        L = self.job.num_layers
+        all_devices = len(self.meshes) - 1
+        return self.stages(lambda m, a, b: (m, a, b) == (all_devices, 0, L))
 
     def inter(self) -> Plan:
         """Stages of one device each."""
@@ -191,7 +194,7 @@ class Planner:
         """As many layers (or one more) on each of equal meshes: the best data x tensor grid, tensor
         within a node.
         """
-        found = []
+        results = []
         L, D = self.job.num_layers, self.cluster.num_devices
         for m, mesh in enumerate(self.meshes):
             devices = math.prod(mesh)
@@ -212,46 +215,48 @@ class Planner:
                     }
                 else:
                     choice = {"parallel": ("data", "tensor"), "logical_mesh": (data, tensor)}
-                found.append(lambda equal=equal, choice=choice: self.stages(equal, **choice))
-        return fastest(found)
+                results.append(lambda equal=equal, choice=choice: self.stages(equal, **choice))
+        return fastest(results)
 
     def deepspeed(self) -> Plan:
         """One stage on the flat mesh: experts over all devices, ZeRO for the rest (the best of its
         stages 2 and 3).
         """
-        L, whole, D = self.job.num_layers, len(self.meshes) - 1, self.cluster.num_devices
+        L = self.job.num_layers
+        whole = len(self.meshes) - 1
+        D = self.cluster.num_devices
         experts = {}
         for name, parameter in self.model.named_parameters():
             if parameter.ndim == 3 and parameter.shape[0] % D == 0:
                 experts[name] = "S0"
-        found = []
+        results = []
         for parallel in ("zero2", "zero3"):
             options = {
                 "parallel": parallel,
                 "logical_mesh": (D,),
                 "placements": tuple(experts.items()),
             }
-            found.append(
+            results.append(
                 lambda options=options: self.stages(
                     lambda m, a, b: m == whole and (a, b) == (0, L), **options
                 )
             )
-        return fastest(found)
+        return fastest(results)
 
 
 def fastest(plans: list[Callable[[], Plan]]) -> Plan:
     """The fastest of those that fit."""
     from alpa_strategy.errors import PlanError
 
-    found = []
+    results = []
     for make in plans:
         try:
-            found.append(make())
+            results.append(make())
         except PlanError:
             continue
-    if not found:
+    if not results:
         raise PlanError("none of these plans fits")
-    return min(found, key=lambda plan: plan.predicted.step_seconds)
+    return min(results, key=lambda plan: plan.predicted.step_seconds)
 
 
 def plan_text(plan: Plan) -> str:
@@ -265,12 +270,15 @@ def plan_text(plan: Plan) -> str:
             texts[-1][0] += 1
         else:
             texts.append([1, mesh])
-    stages = " ".join(mesh if n == 1 else f"{n}x({mesh})" for n, mesh in texts)
+    groups = []
+    for count, mesh in texts:
+        groups.append(mesh if count == 1 else f"{count}x({mesh})")
+    stages = " ".join(groups)
     return stages if plan.schedule == "none" else f"{plan.schedule} {stages}"
 
 
 def plan_cell(cell: Cell, columns: tuple[str, ...], store_dir: Path, known: dict) -> Iterator[dict]:
-    """{column: its entry, or None where nothing fits}, after each column; one device has only
+    """{column: its entry, or None if nothing fits}, after each column; one device has only
     solved.
 
     All columns have the same number of micro-batches: the paper's, or, where nothing at all fits

@@ -21,7 +21,7 @@ class Planning:
     """What a process of `alpa plan` gave.
 
     Attributes:
-        plan: the plan file, None where there is none.
+        plan: the plan file, None if there is none.
         output: what it printed, errors included.
         cpu_seconds, peak_gib: of the process.
         calibration_seconds: CPU seconds of `calibration_loop` in the same process.

@@ -1,7 +1,8 @@
 """Bytes planned for a device against those of the storages that are alive in a step, followed op by
 op on a CPU.
 
-    python scripts/planned_memory.py                         # a table; exit 1 where a ratio is out of bounds
+    # a table; exit 1 if a ratio is out of bounds
+    python scripts/planned_memory.py
     python scripts/planned_memory.py --models gpt --out planned_memory.json
 
 One process, plans for a GPU's costs: what autograd keeps is then flash attention's, as it is on
@@ -44,7 +45,9 @@ class AliveBytes(TorchDispatchMode):
     def __init__(self, held: list[torch.Tensor]) -> None:
         super().__init__()
         self._alive: dict[int, tuple[StorageWeakRef, int]] = {}
-        self._now, self.most, self.at = 0, 0, ""
+        self._now = 0
+        self.most = 0
+        self.at = ""
         for tensor in held:
             self._add(tensor)
 
@@ -156,7 +159,9 @@ def main() -> int:
         )
     if args.out is not None:
         args.out.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
-    return 0 if all(BOUNDS[0] <= row["ratio"] <= BOUNDS[1] for row in rows) else 1
+    if all(BOUNDS[0] <= row["ratio"] <= BOUNDS[1] for row in rows):
+        return 0
+    return 1
 
 
 if __name__ == "__main__":

@@ -30,45 +30,47 @@ ROWS = ROOT.parent / "shared" / "published_results.json"
 # Sources on which the constants of configs/clusters and of cost/model.py were fitted; the others
 # are held out.
 FITTED = ("torchtitan H100", "llm-foundry H100 80GB BF16", "llm-foundry A100 80GB", "nanotron")
-RANK = 0.95  # wanted of every source
+# Rank correlation that every source should reach.
+RANK = 0.95
 Priced = list[tuple[Case, Prediction]]
 
 
 def rank_correlation(pairs: Sequence[tuple[float, float]]) -> float:
-    """Spearman's, ties given their mean rank; nan for fewer than three pairs, or where all of one
-    are equal.
+    """Return Spearman's rank correlation of (x, y) pairs; ties have their mean rank.
+
+    It is nan for fewer than three pairs, and if all values of one side are equal.
     """
     if len(pairs) < 3:
         return math.nan
+    x, y = (_ranks(values) for values in zip(*pairs, strict=True))
+    try:
+        return statistics.correlation(x, y)
+    except statistics.StatisticsError:
+        return math.nan
 
-    def ranks(values: Sequence[float]) -> list[float]:
-        order = sorted(values)
-        return [order.index(v) + (order.count(v) - 1) / 2 for v in values]
 
-    x, y = (ranks(values) for values in zip(*pairs, strict=True))
-    mx, my = statistics.fmean(x), statistics.fmean(y)
-    spread = math.sqrt(sum((a - mx) ** 2 for a in x) * sum((b - my) ** 2 for b in y))
-    return (
-        sum((a - mx) * (b - my) for a, b in zip(x, y, strict=True)) / spread if spread else math.nan
-    )
+def _ranks(values: Sequence[float]) -> list[float]:
+    order = sorted(values)
+    return [order.index(v) + (order.count(v) - 1) / 2 for v in values]
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """Of sorted values, the one below which `share` of them lie."""
-    return (
-        sorted(values)[min(len(values) - 1, math.ceil(share * len(values)) - 1)]
-        if values
-        else math.nan
-    )
+    """Return the smallest value that at least `share` of `values` do not exceed; nan of none."""
+    if not values:
+        return math.nan
+    index = min(len(values) - 1, math.ceil(share * len(values)) - 1)
+    return sorted(values)[index]
 
 
 def summary(name: str, priced: Priced) -> list[str]:
-    """A line of the table."""
+    """Return a row of the table."""
     errors = [p.seconds / c.seconds - 1 for c, p in priced]
     absolute = [abs(e) for e in errors]
     memory = [abs(p.num_bytes / c.num_bytes - 1) for c, p in priced if c.num_bytes]
-    speeds = [(c.tokens / c.seconds / c.cluster.num_devices, c.tokens / p.seconds / c.cluster.num_devices)
-              for c, p in priced]  # fmt: skip
+    speeds = [
+        (c.tokens / c.seconds / c.cluster.num_devices, c.tokens / p.seconds / c.cluster.num_devices)
+        for c, p in priced
+    ]
     rank = rank_correlation(speeds)
     return [
         name,
@@ -82,13 +84,15 @@ def summary(name: str, priced: Priced) -> list[str]:
     ]
 
 
-HOW = """Constants (efficiencies of A100, H100 and H100 at 500 W, memory bandwidth reached, overlap, the share
-of the line rate between nodes) were fitted by coordinate descent on the sources marked so, the mean of |log error| per
-source; no constant belongs to a row. The forms themselves were chosen with all of these sources in view.
+HOW = """Constants (efficiencies of A100, H100 and H100 at 500 W, memory bandwidth reached, overlap,
+the share of the line rate between nodes) were fitted by coordinate descent on the sources marked
+so, on the mean of |log error| per source; no constant belongs to a row. The forms themselves were
+chosen with all of these sources in view.
 
-What a program did that ours does not is in `published_rows.PROGRAMS` and priced as it did it: gathers ahead of their
-use, gradients in fp32, a fused loss, sequence-parallel activations re-gathered. `fit`: predicted to need at most the
-device's memory. Errors are of the step's seconds; rank is Spearman's of tokens/s."""
+Properties of a program that ours does not have are in `published_rows.PROGRAMS` and priced as that
+program has them: prefetched parameters, gradients in fp32, a fused loss, re-gathered
+sequence-parallel activations. `fit`: predicted to need at most the device's memory. Errors are of
+the step's seconds; rank is Spearman's of tokens/s."""
 HEADER = [
     "source",
     "rows",
@@ -102,27 +106,51 @@ HEADER = [
 
 
 def table(priced: Priced) -> list[list[str]]:
-    """A line per source, and of those that constants were fitted on, of the others, of all."""
+    """Return a row per source, of the sources for fitting, of the held-out ones, and of all."""
     sources = dict.fromkeys(case.source for case, _ in priced)
-    lines = [summary(s, [(c, p) for c, p in priced if c.source == s]) for s in sources]
-    lines = [[("fitted: " if line[0] in FITTED else "") + line[0], *line[1:]] for line in lines]
+    lines = []
+    for source in sources:
+        name = f"fitted: {source}" if source in FITTED else source
+        lines.append(summary(name, [(c, p) for c, p in priced if c.source == source]))
     fitted = [(c, p) for c, p in priced if c.source in FITTED]
     held_out = [(c, p) for c, p in priced if c.source not in FITTED]
     groups = {"all that were fitted on": fitted, "**all held out**": held_out, "all": priced}
     return [*lines, *(summary(name, group) for name, group in groups.items() if group)]
 
 
-COLOURS = ("#5b8db8", "#b57fc0", "#74b38c", "#d08c5b", "#c7594f", "#7a6fb0", "#4a9a9a", "#a0a040", "#888888", "#d070a0",
-           "#3b6f3b", "#b8a05b", "#505a6b")  # fmt: skip
+COLOURS = (
+    "#5b8db8",
+    "#b57fc0",
+    "#74b38c",
+    "#d08c5b",
+    "#c7594f",
+    "#7a6fb0",
+    "#4a9a9a",
+    "#a0a040",
+    "#888888",
+    "#d070a0",
+    "#3b6f3b",
+    "#b8a05b",
+    "#505a6b",
+)
 
 
 def scatter_svg(priced: Priced, width: int = 860, height: int = 620) -> str:
     """Measured against predicted tokens/s per device, both logarithmic; the band is 10 %."""
-    points = [(c.source, c.tokens / c.seconds / c.cluster.num_devices, c.tokens / p.seconds / c.cluster.num_devices)
-              for c, p in priced]  # fmt: skip
-    values = [v for _, *pair in points for v in pair]
-    low, high = math.log10(min(values)) - 0.1, math.log10(max(values)) + 0.1
-    left, bottom, size = 70, height - 60, height - 100
+    points = [
+        (
+            c.source,
+            c.tokens / c.seconds / c.cluster.num_devices,
+            c.tokens / p.seconds / c.cluster.num_devices,
+        )
+        for c, p in priced
+    ]
+    values = [speed for _, measured, predicted in points for speed in (measured, predicted)]
+    low = math.log10(min(values)) - 0.1
+    high = math.log10(max(values)) + 0.1
+    left = 70
+    bottom = height - 60
+    size = height - 100
 
     def at(x: float, y: float) -> tuple[float, float]:
         scale = size / (high - low)
@@ -152,10 +180,7 @@ def scatter_svg(priced: Priced, width: int = 860, height: int = 620) -> str:
             f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3.5" fill="{colour[source]}"'
             ' fill-opacity="0.75"/>'
         )
-    for index, (source, own) in enumerate(colour.items()):
-        y = 50 + 22 * index
-        body.append(f'<circle cx="{left + size + 30}" cy="{y}" r="5" fill="{own}"/>')
-        body.append(f'<text x="{left + size + 42}" y="{y + 4}">{source}</text>')
+    body += _legend(colour, left + size + 30)
     body.append(
         f'<path d="M{left} {bottom - size} V{bottom} H{left + size}" stroke="#6b7785" fill="none"/>'
     )
@@ -164,6 +189,11 @@ def scatter_svg(priced: Priced, width: int = 860, height: int = 620) -> str:
         " GPU</text>"
     )
     body.append(f'<text x="{left}" y="26">predicted tokens/s per GPU (band: 10 %)</text>')
+    return _svg(body, width, height)
+
+
+def _svg(body: list[str], width: int, height: int) -> str:
+    """Return a picture of the elements `body`."""
     inner = "\n".join(body)
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}"'
@@ -173,6 +203,16 @@ def scatter_svg(priced: Priced, width: int = 860, height: int = 620) -> str:
     )
 
 
+def _legend(colours: dict[str, str], x: int) -> list[str]:
+    """Return a dot and the name of every source, one below the other from `x` on."""
+    body = []
+    for index, (source, colour) in enumerate(colours.items()):
+        y = 50 + 22 * index
+        body.append(f'<circle cx="{x}" cy="{y}" r="5" fill="{colour}"/>')
+        body.append(f'<text x="{x + 12}" y="{y + 4}">{source}</text>')
+    return body
+
+
 def markdown(lines: list[list[str]], header: Sequence[str] = HEADER) -> str:
     """As a table of a page."""
     rows = ["| " + " | ".join(line) + " |" for line in (header, *lines)]
@@ -180,18 +220,27 @@ def markdown(lines: list[list[str]], header: Sequence[str] = HEADER) -> str:
 
 
 def ties(priced: Priced) -> list[str]:
-    """A line a source in which one configuration was published with several values: the rank that
-    is possible there.
+    """Return a line per source whose rank is limited by ties: the largest possible rank.
+
+    A tie is one configuration that was published with several values.
     """
     lines = []
     for source in dict.fromkeys(case.source for case, _ in priced):
-        rows = [(c.tokens / c.seconds / c.cluster.num_devices, p.seconds / c.tokens, c)
-                for c, p in priced if c.source == source]  # fmt: skip
-        alike = {x: [speed for speed, y, _ in rows if math.isclose(x, y)] for _, x, _ in rows}
+        rows = [
+            (c.tokens / c.seconds / c.cluster.num_devices, p.seconds / c.tokens, c)
+            for c, p in priced
+            if c.source == source
+        ]
+        alike = {}
+        for _, x, _ in rows:
+            alike[x] = [speed for speed, y, _ in rows if math.isclose(x, y)]
         same = [sorted(speeds) for speeds in alike.values() if len(set(speeds)) > 1]
         most = rank_correlation([(speed, statistics.fmean(alike[x])) for speed, x, _ in rows])
         if same and most < RANK:
-            values = "; ".join(" and ".join(f"{v:.0f}" for v in speeds) for speeds in same)
+            texts = []
+            for speeds in same:
+                texts.append(" and ".join(f"{v:.0f}" for v in speeds))
+            values = "; ".join(texts)
             lines.append(
                 f"- {source}: rows of one configuration have {values} tokens/s a device, so no more"
                 f" than {most:.3f}"
@@ -243,8 +292,10 @@ def main() -> None:
     rows = json.loads(args.rows.read_text())
     rows = rows["rows"] if isinstance(rows, dict) else rows
     if args.fit:
-        cases = [case for row in rows if isinstance(case := express(row), Case)]
-        fit([case for case in cases if case.source in FITTED and args.source in case.source])
+        expressed = [express(row) for row in rows]
+        cases = [case for case in expressed if isinstance(case, Case)]
+        fitted = [case for case in cases if case.source in FITTED]
+        fit([case for case in fitted if args.source in case.source])
         return
     priced: Priced = []
     refused: Counter[str] = Counter()

@@ -35,12 +35,12 @@ def starting_point(cases: Sequence[Case]) -> dict[str, float]:
     """The constants as the cluster files have them; shares of data sheets where those would not be
     comparable.
     """
-    found = {"bandwidth": 1.0, "line rate": REACHED, "overlap": cases[0].cluster.overlap}
+    results = {"bandwidth": 1.0, "line rate": REACHED, "overlap": cases[0].cluster.overlap}
     for case in cases:
         device = case.cluster.device
         for kind in KINDS:
-            found[f"{family(device)} {kind}"] = device.efficiency_of(kind, "bfloat16")
-    return found
+            results[f"{family(device)} {kind}"] = device.efficiency_of(kind, "bfloat16")
+    return results
 
 
 def with_constants(cluster: ClusterSpec, constants: dict[str, float]) -> ClusterSpec:

@@ -24,8 +24,12 @@ class Attention(nn.Module):
         alibi: bool,
     ) -> None:
         super().__init__()
-        self.heads, self.kv_heads, self.width = heads, kv_heads, dim // heads
-        self.rotary, self.fused, self.alibi = rotary, fused, alibi
+        self.heads = heads
+        self.kv_heads = kv_heads
+        self.width = dim // heads
+        self.rotary = rotary
+        self.fused = fused
+        self.alibi = alibi
         self.query = nn.Linear(dim, dim, bias)
         self.key, self.value = (nn.Linear(dim, kv_heads * self.width, bias) for _ in range(2))
         self.out = nn.Linear(dim, dim, bias)
@@ -76,7 +80,9 @@ class Block(nn.Module):
         alibi: bool,
     ) -> None:
         super().__init__()
-        self.norm1, self.norm2 = ((nn.RMSNorm if gated else nn.LayerNorm)(dim) for _ in range(2))
+        norm = nn.RMSNorm if gated else nn.LayerNorm
+        self.norm1 = norm(dim)
+        self.norm2 = norm(dim)
         self.attention = Attention(dim, heads, kv_heads, bias, gated, fused, alibi)
         self.up, self.down = nn.Linear(dim, ffn, bias), nn.Linear(ffn, dim, bias)
         self.gate = nn.Linear(dim, ffn, bias) if gated else None
@@ -97,13 +103,29 @@ class Transformer(lightning.LightningModule):
     """
 
     def __init__(
-        self, num_blocks: int, dim: int, heads: int, kv_heads: int, ffn: int, vocab: int, seq_len: int,
-        gated: bool, bias: bool, fused: bool, alibi: bool, tied: bool, fused_loss: bool, float8: str = "",
-    ) -> None:  # fmt: skip
+        self,
+        num_blocks: int,
+        dim: int,
+        heads: int,
+        kv_heads: int,
+        ffn: int,
+        vocab: int,
+        seq_len: int,
+        gated: bool,
+        bias: bool,
+        fused: bool,
+        alibi: bool,
+        tied: bool,
+        fused_loss: bool,
+        float8: str = "",
+    ) -> None:
         super().__init__()
         self.tokens = nn.Embedding(vocab, dim)
         self.fused_loss = fused_loss
-        self.positions = None if gated or alibi else nn.Parameter(torch.empty(seq_len, dim))
+        if gated or alibi:
+            self.positions = None
+        else:
+            self.positions = nn.Parameter(torch.empty(seq_len, dim))
         self.register_buffer("angles", torch.empty(seq_len, dim // heads))
         self.blocks = nn.ModuleList(
             Block(dim, heads, kv_heads, ffn, gated, bias, fused, alibi) for _ in range(num_blocks)

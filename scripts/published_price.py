@@ -116,7 +116,7 @@ class Repricer:
         case = replace(self.case, cluster=cluster)
         costs = ProgramCosts(case)
         mesh = cluster.logical_mesh(*_mesh(case))
-        found = []
+        results = []
         for solved, calls in zip(self._solved, self._calls, strict=True):
             intra = _on(solved.intra, mesh)
             seconds = {"forward": 0.0, "backward": 0.0, "step": 0.0}
@@ -135,8 +135,8 @@ class Repricer:
                 once=seconds["step"],
             )
             cost = _beside_compute(intra, solved.assignment, cost, case.tp if case.async_tp else 1)
-            found.append(replace(solved, cost=cost, seconds_again=again))
-        return _of_blocks(case, *found).seconds
+            results.append(replace(solved, cost=cost, seconds_again=again))
+        return _of_blocks(case, *results).seconds
 
 
 def _beside_compute(
@@ -182,8 +182,9 @@ def _beside_compute(
 
 
 def _local_calls(case: Case, solved: _Solved) -> Iterator[tuple[OpCall, bool]]:
-    """What one device runs of every op, and whether it runs again; the optimizer's time is left
-    out.
+    """Yield the call of every op on one device, and whether it is recomputed.
+
+    The optimizer's ops are not among them.
     """
     intra, products = solved.intra, 0
     for index, op in enumerate(intra.step.ops):
@@ -223,8 +224,9 @@ def mesh_and_pins(case: Case) -> tuple[tuple[int, ...], str | tuple[str, ...]]:
         if case.zero == 3
         else [(case.dp, zero)]
     )
-    axes = [axis for axis in (*axes, (case.tp, "tensor")) if axis[0] > 1] or [(1, "data")]
-    return tuple(size for size, _ in axes), tuple(name for _, name in axes)
+    axes = [(size, name) for size, name in (*axes, (case.tp, "tensor")) if size > 1]
+    sizes, names = zip(*(axes or [(1, "data")]), strict=True)
+    return sizes, names
 
 
 def _mesh(case: Case) -> tuple[tuple[int, ...], tuple[int, int]]:
@@ -292,7 +294,9 @@ def _as_programmed(
     (ZeRO-2) reduces gradients
     block by block: where there is one micro-batch, they are never all there.
     """
-    always, saved, working = cost.always, cost.saved, cost.working
+    always = cost.always
+    saved = cost.saved
+    working = cost.working
     if case.program.fused_loss:
         options = list(intra.ops)
         logits = case.rows * case.model["seq_len"] * case.model["vocab"] * 2 / case.tp
@@ -359,7 +363,8 @@ def _again(case: Case, intra: IntraOp, assignment: Sequence[int]) -> tuple[float
                 and readers
                 and not is_view(intra.step.ops[maker[value]].call)
             ):
-                meta = intra.step.values[value]  # nobody's backward needs it, but recomputing does
+                # no backward needs it, but the recomputation does
+                meta = intra.step.values[value]
                 kept += min(
                     local_bytes(meta, layouts.targets[t], intra.mesh.shape) for t in targets
                 )
@@ -367,8 +372,9 @@ def _again(case: Case, intra: IntraOp, assignment: Sequence[int]) -> tuple[float
 
 
 def is_recomputed(policy: str, name: str, module: str, products: int) -> bool:
-    """Whether an op of a block runs again in the backward; `products`: linears up to and with this
-    one.
+    """Return whether an op of a block is recomputed in the backward.
+
+    `products`: the number of linears up to and including this op.
     """
     if policy == "op":
         return name != "scaled_dot_product_attention" and not (
@@ -430,8 +436,12 @@ def _pipelined(
     (seconds,) = simulated_seconds(schedule, case.pp, case.num_microbatches, [pipeline], overhead)
     num_bytes = max(_mesh_bytes(case, costs, mesh, schedule) for mesh in range(case.pp))
     fits = num_bytes <= case.cluster.device.memory_bytes
-    parts = {"forward": sum(c.forward for c in costs), "backward": sum(c.backward for c in costs)}
-    return Prediction(seconds, num_bytes, fits, parts | {"once": max(c.once for c in costs)})
+    parts = {
+        "forward": sum(c.forward for c in costs),
+        "backward": sum(c.backward for c in costs),
+        "once": max(c.once for c in costs),
+    }
+    return Prediction(seconds, num_bytes, fits, parts)
 
 
 def _blocks_of_stages(
@@ -457,5 +467,6 @@ def _mesh_bytes(case: Case, costs: Sequence[StageCost], mesh: int, schedule: str
         if case.pp > 1
         else 1
     )
-    always, saved = sum(c.always for c in own), sum(c.saved for c in own)
+    always = sum(c.always for c in own)
+    saved = sum(c.saved for c in own)
     return always + alive * saved + max(c.working for c in own)

@@ -1,8 +1,7 @@
-"""Rows of published results as cases that can be priced: the model, the cluster, the configuration,
-what was measured.
+"""Rows of published results as cases that can be priced: model, cluster, configuration, figures.
 
-A row gives the configuration; what it leaves out (which kernels, how many bytes the optimizer
-keeps) follows from the program that was run (`PROGRAMS`). Nothing here is about a single row.
+A row gives the configuration. Its missing details (kernels, bytes of optimizer state) follow from
+the program that was run (`PROGRAMS`). Nothing here is about a single row.
 """
 
 from __future__ import annotations
@@ -29,13 +28,13 @@ class Program:
             stages of a pipeline that are cut by time and not by blocks.
         recomputes_blocks: "selective" recomputation is that of whole blocks, evenly spaced; HFU /
             MFU tells how many.
-        gathers_again: sequence-parallel activations are kept in shards and re-gathered in the
+        gathers_again: sequence-parallel activations are saved as shards and re-gathered in the
             backward.
         flops: how tokens/s follow from published FLOP/s (`measured_seconds`).
-        fused_casts: float8 products scale and cast in kernels of their own library's, whatever else
-            is compiled.
-        keeps_float8: what a float8 product read is kept so.
-        shards: parameters are always in shards (FSDP), gathered once a step where there are stages.
+        fused_casts: float8 matmuls scale and cast in kernels of their library, whatever else is
+            compiled.
+        keeps_float8: operands of a float8 matmul are saved for backward in float8.
+        shards: parameters are always sharded (FSDP), gathered once a step if there are stages.
     """
 
     fused_attention: bool = True
@@ -54,9 +53,10 @@ class Program:
     shards: bool = False
 
 
-PROGRAMS: tuple[tuple[str, Program], ...] = (  # the first pattern that a source matches
-    # No gathering again for a pipeline's micro-batches (parallelize_llama.py); the loss compiled
-    # since 2025 (loss.py).
+# (pattern, program): the first pattern that a source matches counts.
+PROGRAMS: tuple[tuple[str, Program], ...] = (
+    # Parameters are not re-gathered for a pipeline's micro-batches (parallelize_llama.py); the loss
+    # is compiled since 2025 (loss.py).
     ("torchtitan.*(asyncTP|h200)", Program(shards=True, fused_loss=True)),
     ("torchtitan", Program(shards=True)),
     # MPT: ALiBi, fused cross-entropy; composer gathers in bf16 and reduces in fp32, but for
@@ -80,7 +80,8 @@ PROGRAMS: tuple[tuple[str, Program], ...] = (  # the first pattern that a source
     ("lightning-thunder", Program(state_bytes=4.0, gradient_bytes=2)),
 )
 
-REACHED = 0.7  # of the line rate between nodes, as in the cluster files
+# Bandwidth reached between nodes, as a share of the line rate; the cluster files have it as well.
+REACHED = 0.7
 CLUSTERS = (
     (r"A100 40GB", "a100_40gb"),
     (r"A100", "a100_80gb"),
@@ -100,12 +101,13 @@ class Case:
     Attributes:
         rows: sequences of one replica's micro-batch.
         num_microbatches: of a step, per replica.
-        shard: devices among which ZeRO cuts a parameter (fewer than `dp`: the rest keeps replicas).
-        recompute: `none`, `full`, `layer` (whole blocks), `attention`, or `op` (all but attention
-            and every other product).
+        shard: devices among which ZeRO splits a parameter (fewer than `dp`: the rest keeps
+            replicas).
+        recompute: `none`, `full`, `layer` (full blocks), `attention`, or `op` (all but attention
+            and every other matmul).
         share: of the blocks that recompute so.
-        async_tp: tensor parallel collectives are cut into chunks that run beside the products they
-            are for.
+        async_tp: tensor parallel collectives are split into chunks that are overlapped with their
+            matmuls.
         seconds, num_bytes: of a step, as measured; None: not published.
     """
 
@@ -137,63 +139,153 @@ class Case:
         return self.rows * self.num_microbatches * self.dp * self.model["seq_len"]
 
 
+class _NotExpressed(Exception):
+    """A row cannot be expressed as a case; the message is the reason."""
+
+
 def express(row: dict[str, Any]) -> Case | str:
-    """The case of a row, or why it cannot be expressed."""
-    program = next((p for pattern, p in PROGRAMS if re.search(pattern, row["source"])), None)
-    if program is None:
-        return "its source says too little of the program (precision, kernels, layout)"
-    precision = str(row["precision"]).lower()
+    """Return the case of a published row, or the reason that it cannot be expressed."""
+    try:
+        return _case(row)
+    except _NotExpressed as reason:
+        return str(reason)
+
+
+def _case(row: dict[str, Any]) -> Case:
+    program = _program(row)
+    notes = str(row["notes"] or "")
+    model = _model_sizes(row, program)
+    dp, tp, pp = _degrees(row)
+    global_batch = row["global_batch"] or 0
+    local_batch = row["local_batch"] or global_batch // dp
+    micro_batch = _micro_batch(row, local_batch, pp)
+    recompute, share = _recomputed_share(row, program)
+    if "mp_mode PURE" in notes:
+        program = replace(program, gradient_bytes=2)
+    source = _short(row["source"])
+    if model["float8"] and _precision(row) != "amp_fp8":
+        source += " float8"
+    case = Case(
+        row=row["id"],
+        source=source,
+        name=row["model"],
+        program=program,
+        cluster=_cluster(row),
+        num_blocks=row["arch"]["layers"],
+        model=model,
+        rows=micro_batch,
+        num_microbatches=max(1, local_batch // micro_batch),
+        dp=dp,
+        tp=tp,
+        pp=pp,
+        loops=row["vp"] or 1,
+        zero=_zero(row, program, pp),
+        shard=min(8, dp) if "HSDP" in notes else dp,
+        recompute=recompute,
+        compiled=program.compiled if row["compile"] is None else bool(row["compile"]),
+        seconds=0.0,
+        num_bytes=_bytes(row, notes),
+        share=share,
+        async_tp=bool(row.get("async_tp")),
+    )
+    seconds = _measured_seconds(row, case)
+    if not seconds:
+        raise _NotExpressed("neither seconds, tokens/s nor FLOP/s are published")
+    return replace(case, seconds=seconds)
+
+
+def _program(row: dict[str, Any]) -> Program:
+    """Return the program of a row's source.
+
+    Raises:
+        _NotExpressed: it is not known, or used parallelism or kernels that are not modelled.
+    """
+    programs = [program for pattern, program in PROGRAMS if re.search(pattern, row["source"])]
+    if not programs:
+        raise _NotExpressed(
+            "its source says too little of the program (precision, kernels, layout)"
+        )
     if (row["cp"] or 1) > 1:
-        return "context parallelism (a ring) is not planned for"
+        raise _NotExpressed("context parallelism (a ring) is not planned for")
     if (row["ep"] or 1) > 1:
-        return "expert parallelism: the row's `arch` does not say the experts"
-    is_float8 = bool(re.search("fp8|float8", precision))
-    if is_float8 and "thunder" in row["source"]:
-        return "how its program keeps float8 parameters and activations is not published"
+        raise _NotExpressed("expert parallelism: the row's `arch` does not say the experts")
+    if _is_float8(row) and "thunder" in row["source"]:
+        raise _NotExpressed(
+            "how its program keeps float8 parameters and activations is not published"
+        )
     if "low rowwise baseline" in str(row["notes"]):
-        return "its page calls this baseline too low, for a fault of its kernels (torchtitan #1207)"
-    arch, notes = row["arch"], str(row["notes"] or "")
-    seq_len = row["seq_len"] or _number(r"block size (\d+)", notes)
-    if not seq_len:
-        return "the sequence length is not published"
-    gpus, dp, tp, pp = row["gpus"], row["dp"], row["tp"] or 1, row["pp"] or 1
-    dp = dp or gpus // (tp * pp)
+        raise _NotExpressed(
+            "its page calls this baseline too low, for a fault of its kernels (torchtitan #1207)"
+        )
+    return programs[0]
+
+
+def _precision(row: dict[str, Any]) -> str:
+    return str(row["precision"]).lower()
+
+
+def _is_float8(row: dict[str, Any]) -> bool:
+    return bool(re.search("fp8|float8", _precision(row)))
+
+
+def _degrees(row: dict[str, Any]) -> tuple[int, int, int]:
+    """Return the (data, tensor, pipeline) parallel degrees of a row."""
+    gpus = row["gpus"]
+    tp = row["tp"] or 1
+    pp = row["pp"] or 1
+    dp = row["dp"] or gpus // (tp * pp)
     if dp * tp * pp != gpus:
-        return f"{dp} x {tp} x {pp} devices are not {gpus}"
+        raise _NotExpressed(f"{dp} x {tp} x {pp} devices are not {gpus}")
     if pp > 1 and dp * tp > 8 and dp * tp % 8:
-        return "stages that take parts of several nodes"
-    own = row["local_batch"] or (row["global_batch"] or 0) // dp
-    if not own:
-        return "the batch size is not published"
+        raise _NotExpressed("stages that take parts of several nodes")
+    return dp, tp, pp
+
+
+def _micro_batch(row: dict[str, Any], local_batch: int, pp: int) -> int:
+    """Return the sequences of one replica's micro-batch."""
+    if not local_batch:
+        raise _NotExpressed("the batch size is not published")
     if row["micro_batch"]:
-        rows = row["micro_batch"]
-    elif row["grad_accum"]:
-        rows = own // row["grad_accum"]
-    elif row["local_batch"]:  # torchtitan's default is as many micro-batches as stages
-        rows = max(1, own // pp)
-    else:
-        return "the micro-batch is not published"
+        return row["micro_batch"]
+    if row["grad_accum"]:
+        return local_batch // row["grad_accum"]
+    if row["local_batch"]:
+        # torchtitan's default is as many micro-batches as stages
+        return max(1, local_batch // pp)
+    raise _NotExpressed("the micro-batch is not published")
+
+
+def _recomputed_share(row: dict[str, Any], program: Program) -> tuple[str, float]:
+    """Return (kind of recomputation, share of the blocks that recompute so)."""
     recompute = _recompute(row["activation_checkpointing"])
     if recompute is None:
-        return f"recomputation {row['activation_checkpointing']!r} is not known"
+        raise _NotExpressed(f"recomputation {row['activation_checkpointing']!r} is not known")
+    mfu, hfu = row["mfu_percent"], row["hfu_percent"]
+    if program.recomputes_blocks and recompute == "op" and mfu and hfu:
+        # HFU counts recomputed forwards as well, and a forward is a third of a step.
+        return "layer", min(1.0, 3 * (hfu / mfu - 1))
     share = 0.5 if recompute == "layer" else 1.0
-    if (
-        program.recomputes_blocks
-        and recompute == "op"
-        and row["mfu_percent"]
-        and row["hfu_percent"]
-    ):
-        recompute, share = (
-            "layer",
-            min(1.0, 3 * (row["hfu_percent"] / row["mfu_percent"] - 1)),
-        )  # a forward is a third
+    return recompute, share
+
+
+def _model_sizes(row: dict[str, Any], program: Program) -> dict[str, Any]:
+    """Return the arguments of `Transformer` without `num_blocks`."""
+    arch = row["arch"]
+    notes = str(row["notes"] or "")
+    seq_len = row["seq_len"] or _number(r"block size (\d+)", notes)
+    if not seq_len:
+        raise _NotExpressed("the sequence length is not published")
     gated = "llama" in row["model"].lower()
-    model = {
+    float8 = ""
+    if _is_float8(row):
+        float8 = "rowwise" if "rowwise" in _precision(row) else "tensorwise"
+    return {
         "dim": arch["hidden"],
         "heads": arch["heads"],
         "kv_heads": arch.get("kv_heads") or arch["heads"],
         "ffn": arch.get("ffn") or 4 * arch["hidden"],
-        "vocab": arch.get("vocab") or 51200,  # Megatron's GPT-2 vocabulary, padded
+        # by default Megatron's GPT-2 vocabulary, padded
+        "vocab": arch.get("vocab") or 51200,
         "seq_len": seq_len,
         "gated": gated,
         "bias": program.bias and not gated,
@@ -201,22 +293,8 @@ def express(row: dict[str, Any]) -> Case | str:
         "alibi": program.alibi,
         "fused_loss": program.fused_loss,
         "tied": bool(arch.get("tied", not gated)),
-        "float8": "" if not is_float8 else "rowwise" if "rowwise" in precision else "tensorwise",
+        "float8": float8,
     }
-    if "mp_mode PURE" in notes:
-        program = replace(program, gradient_bytes=2)
-    source = _short(row["source"]) + " float8" * (is_float8 and precision != "amp_fp8")
-    case = Case(
-        row["id"], source, row["model"], program, _cluster(row), arch["layers"], model, rows,
-        max(1, own // rows), dp, tp, pp, row["vp"] or 1, _zero(row, program, pp),
-        min(8, dp) if "HSDP" in notes else dp, recompute,
-        program.compiled if row["compile"] is None else bool(row["compile"]), 0.0, _bytes(row, notes), share,
-        bool(row.get("async_tp")),
-    )  # fmt: skip
-    seconds = _measured_seconds(row, case)
-    if not seconds:
-        return "neither seconds, tokens/s nor FLOP/s are published"
-    return replace(case, seconds=seconds)
 
 
 def _zero(row: dict[str, Any], program: Program, pp: int) -> int:
@@ -227,8 +305,8 @@ def _zero(row: dict[str, Any], program: Program, pp: int) -> int:
 
 
 def _number(pattern: str, text: str) -> int:
-    found = re.search(pattern, text)
-    return int(found[1]) if found else 0
+    match = re.search(pattern, text)
+    return int(match[1]) if match else 0
 
 
 def _recompute(text: str | None) -> str | None:
@@ -276,7 +354,9 @@ def _measured_seconds(row: dict[str, Any], case: Case) -> float:
     if not rate and row["mfu_percent"]:
         peak = dict(case.cluster.device.peak_flops)["bfloat16"]
         rate = row["mfu_percent"] / 100 * peak
-    return step_flops(case) / rate / row["gpus"] if rate and case.program.flops else 0.0
+    if rate and case.program.flops:
+        return step_flops(case) / rate / row["gpus"]
+    return 0.0
 
 
 def step_flops(case: Case) -> float:
@@ -305,6 +385,6 @@ def _short(source: str) -> str:
         (r"Megatron-LM", "Megatron H100"),
         (r"(nanotron|fms-fsdp|lightning-thunder|autoparallel)", "{}"),
     ):
-        if found := re.search(pattern, source):
-            return name.format(*found.groups())
+        if match := re.search(pattern, source):
+            return name.format(*match.groups())
     return " ".join(source.split()[:3])

@@ -2,7 +2,7 @@
 """Random plans in real trainings: models x meshes x pins x schedules x micro-batches x device
 orders on 2 to 4 ranks.
 
-Each case draws what a user may ask for and trains two steps in fp64. Losses, gradients, metrics and
+Each case draws what a user may request and trains two steps in fp64. Losses, gradients, metrics and
 weights equal one process's to 1e-9, or the options are refused with one clear error. The seed is
 printed; without one it is the date.
 
@@ -59,9 +59,15 @@ def random_case(rng: random.Random, name: str) -> Case:
     world = rng.choice([2, 2, 3, 4])
     options: dict[str, Any] = {"batch_scope": rng.choice(["rank", "global"])}
     rows = SAMPLES if options["batch_scope"] == "global" else SAMPLES // world
-    counts = [count for count in (2, 3, 4, 6, 8) if rows % count == 0 or rng.random() < 0.05]
+    counts = []
+    for count in (2, 3, 4, 6, 8):
+        if rows % count == 0 or rng.random() < 0.05:
+            counts.append(count)
     pipelined = rng.random() < 0.6
-    mesh = None if pipelined or rng.random() < 0.4 else rng.choice(MESHES[world])
+    if pipelined or rng.random() < 0.4:
+        mesh = None
+    else:
+        mesh = rng.choice(MESHES[world])
     if mesh is not None:
         options["logical_mesh"] = mesh
         options["parallel"] = rng.choice(
@@ -133,8 +139,10 @@ def random_cases(count: int, seed: int) -> list[Case]:
 
 
 def run_and_tell(cases: Sequence[Case], seed: int, pool: WorkerPool) -> int:
-    """Run them, a line for each that is not equal, and a summary; 1 where one was bad."""
-    counts, refusals, started = Counter[str](), Counter[str](), time.monotonic()
+    """Run them, a line for each that is not equal, and a summary; 1 if one was bad."""
+    counts = Counter[str]()
+    refusals = Counter[str]()
+    started = time.monotonic()
 
     def said(case: Case, outcome: Outcome) -> None:
         counts[outcome.kind] += 1
@@ -160,8 +168,11 @@ def run_and_tell(cases: Sequence[Case], seed: int, pool: WorkerPool) -> int:
     for text, count in refusals.most_common(12):
         print(f"{count:5} x {text}")
     seconds = time.monotonic() - started
-    print(f"seed {seed}: {counts['equal']} equal to one process, {counts['refused']} refused, {counts['bad']} bad, "
-          f"{seconds:.0f} s")  # fmt: skip
+    print(
+        f"seed {seed}: {counts['equal']} equal to one process, {counts['refused']} refused,"
+        f" {counts['bad']} bad, "
+        f"{seconds:.0f} s"
+    )
     return 1 if counts["bad"] else 0
 
 

@@ -3,7 +3,7 @@
 line each.
 
 A case is good when every rank is gone within the limit, no process is left, checkpoints are whole,
-no partial one lies about, and training that goes on from the newest has bit for bit the weights of
+no partial one lies about, and training that resumes from the newest has bit for bit the weights of
 an undisturbed one.
 
     python scripts/signal_matrix.py --match SIGTERM steady --limit 10
@@ -35,7 +35,9 @@ def main() -> int:
         "--limit", type=float, default=10.0, help="seconds until every rank must be gone"
     )
     parser.add_argument(
-        "--others", action="store_true", help="runs as written, by hand, evaluations: 36 cases"
+        "--others",
+        action="store_true",
+        help="eager runs, manual optimization, evaluations: 36 cases",
     )
     parser.add_argument(
         "--part", default="1/1", help="which part of the cases, as in 2/4 (every fourth)"
@@ -43,13 +45,15 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0, help="of the order of the cases")
     arguments = parser.parse_args()
     part, parts = map(int, arguments.part.split("/"))
-    cases = [
-        case
-        for case in (OTHER_CASES if arguments.others else CASES)
-        if all(text in str(case) for text in arguments.match)
-    ]
+    cases = []
+    for case in OTHER_CASES if arguments.others else CASES:
+        if all(text in str(case) for text in arguments.match):
+            cases.append(case)
     random.Random(arguments.seed).shuffle(cases)
-    cases, pool, num_bad, slowest = cases[part - 1 :: parts], WorkerPool(), 0, 0.0
+    cases = cases[part - 1 :: parts]
+    pool = WorkerPool()
+    num_bad = 0
+    slowest = 0.0
     with tempfile.TemporaryDirectory() as folder:
         undisturbed = Undisturbed(Path(folder), pool)
         for index, case in enumerate(cases):
@@ -59,15 +63,15 @@ def main() -> int:
                 outcome = run_case(case, root, limit=arguments.limit)
                 if case.moment not in EVALUATIONS:
                     check_resumption(case, root, pool, undisturbed, outcome)
-                seconds, step, wrong = outcome.seconds, outcome.resumed_from, outcome.wrong
+                seconds = outcome.seconds
+                step = outcome.resumed_from
+                wrong = outcome.wrong
                 text = outcome.output
             except AssertionError as error:  # it did not come so far, or the resumption failed
-                seconds, step, wrong, text = (
-                    0.0,
-                    None,
-                    [str(error).strip().splitlines()[-1]],
-                    str(error),
-                )
+                seconds = 0.0
+                step = None
+                wrong = [str(error).strip().splitlines()[-1]]
+                text = str(error)
             slowest = max(slowest, seconds)
             num_bad += bool(wrong)
             print(

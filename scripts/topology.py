@@ -10,7 +10,7 @@ these are pinned.
 `two_racks` is a100_40gb with four devices a node, whose nodes a scheduler has numbered by turns
 over two racks that are joined by what one node sends (oversubscribed 4 : 1). Prints first the rates
 of mesh axes in both orders, to be checked by hand on the links; then the predicted step of the best
-plan of each. Fails where the searched order is slower by more than 1 % (what the search over stages
+plan of each. Fails if the searched order is slower by more than 1 % (what the search over stages
 leaves open: no mesh of it has slower links).
 """
 
@@ -32,18 +32,25 @@ from alpa_strategy.planner.planner import make_plan
 from alpa_strategy.recipe import build_data, build_model, load_recipe
 
 CELLS = (
-    "gpt_1_3b:p3_16xlarge_cube:1", "gpt_2_6b:p3_16xlarge_cube:1", "moe_380m:p3_16xlarge_cube:1",
-    "gpt_350m:p3_16xlarge_cube:1:4x2:data,tensor:32", "gpt_1_3b:p3_16xlarge_cube:1:4x2:zero3,tensor:32",
-    "gpt_1_3b:two_racks:4", "gpt_2_6b:two_racks:8", "gpt_2_6b:two_racks:4:2x8:data,zero3:16",
+    "gpt_1_3b:p3_16xlarge_cube:1",
+    "gpt_2_6b:p3_16xlarge_cube:1",
+    "moe_380m:p3_16xlarge_cube:1",
+    "gpt_350m:p3_16xlarge_cube:1:4x2:data,tensor:32",
+    "gpt_1_3b:p3_16xlarge_cube:1:4x2:zero3,tensor:32",
+    "gpt_1_3b:two_racks:4",
+    "gpt_2_6b:two_racks:8",
+    "gpt_2_6b:two_racks:4:2x8:data,zero3:16",
     "gpt_2_6b:two_racks:4:2x8:data,tensor:16",
-)  # fmt: skip
+)
 
 
 def cluster_of(name: str, num_nodes: int) -> ClusterSpec:
     if name != "two_racks":
         return ClusterSpec.load(name, {"num_nodes": num_nodes})
     base = ClusterSpec.load("a100_40gb", {"num_nodes": num_nodes, "devices_per_node": 4})
-    racks = [[n for n in range(num_nodes) if n % 2 == rack] for rack in (0, 1)]
+    racks = []
+    for rack in (0, 1):
+        racks.append([n for n in range(num_nodes) if n % 2 == rack])
     up = {"name": "rack", "nodes": racks, "latency": 20e-6, "bandwidth": base.inter_node.bandwidth}
     return ClusterSpec.from_dict({**base.to_dict(), "name": name, "levels": [up]})
 
@@ -64,7 +71,9 @@ def rates(cluster: ClusterSpec) -> Table:
     Then a row a size of meshes: GB/s of messages between the first of that size and the next one.
     """
     orders = [*cluster.orders(), replace(cluster, order="numbered")]
-    heads = [", ".join(map(str, order.ranks_of(0, 8))) or "as numbered" for order in orders]
+    heads = []
+    for order in orders:
+        heads.append(", ".join(map(str, order.ranks_of(0, 8))) or "as numbered")
     table = Table("logical mesh", *(f"{head}, GB/s" for head in heads))
     table.title = f"{cluster.name}, {cluster.num_nodes} x {cluster.devices_per_node}"
     for shape in cluster.logical_shapes():

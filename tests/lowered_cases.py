@@ -36,7 +36,7 @@ ADAM = OptimizerInfo(state_bytes=16)
 
 @dataclass(frozen=True)
 class Captured:
-    """A step with inputs and the whole step's results."""
+    """A step with inputs and the full step's results."""
 
     step: StepGraph
     parameters: dict[str, torch.Tensor]
@@ -67,9 +67,12 @@ def captured(name: str, world_size: int) -> Captured:
     leaf_parameters = {n: p.clone().requires_grad_() for n, p in parameters.items()}
     outputs = run_step(step, leaf_parameters, buffers, batch)
     outputs[step.loss].backward()
-    gradients = {
-        n: p.grad if p.grad is not None else torch.zeros_like(p) for n, p in leaf_parameters.items()
-    }
+    gradients = {}
+    for n, p in leaf_parameters.items():
+        if p.grad is not None:
+            gradients[n] = p.grad
+        else:
+            gradients[n] = torch.zeros_like(p)
     return Captured(
         step, parameters, buffers, batch, {k: v.detach() for k, v in outputs.items()}, gradients
     )
@@ -108,7 +111,7 @@ def stage_of(intra: IntraOp, assignment: list[int], mesh_shape: tuple[int, ...])
 
 
 def run_lowered_stage(case: Captured, stage: StagePlan, mesh_shape: tuple[int, ...]) -> None:
-    """Run it on a thread per device, compare results and gradients with the whole step's."""
+    """Run it on a thread per device, compare results and gradients with the full step's."""
     step = case.step
 
     def device(mesh: ThreadMesh):
@@ -128,9 +131,12 @@ def run_lowered_stage(case: Captured, stage: StagePlan, mesh_shape: tuple[int, .
             batch.append(cut(tensor, layout, mesh))
         outputs, _, _ = program(parameters, case.buffers, batch)
         outputs[step.loss].backward()
-        gradients = {
-            n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in parameters.items()
-        }
+        gradients = {}
+        for n, p in parameters.items():
+            if p.grad is None:
+                gradients[n] = torch.zeros_like(p)
+            else:
+                gradients[n] = p.grad
         for p in step.parameters:  # what the once-per-step reduction does
             for axis, mode in enumerate(stage.parameter_plans[p.name].modes):
                 if str(mode) == "R*" or mode.is_gathered_once:

@@ -124,7 +124,9 @@ class GPT(TestModel):
         lr: float = 1e-2,
     ) -> None:
         super().__init__(optimizer, lr)
-        self.vocab_size, self.seq_len, self.ignore_fraction = vocab_size, seq_len, ignore_fraction
+        self.vocab_size = vocab_size
+        self.seq_len = seq_len
+        self.ignore_fraction = ignore_fraction
         self.wte, self.wpe = nn.Embedding(vocab_size, d_model), nn.Embedding(seq_len, d_model)
         self.blocks = nn.ModuleList(
             [GPTBlock(d_model, num_heads, dropout) for _ in range(num_layers)]
@@ -186,11 +188,9 @@ class LlamaBlock(nn.Module):
 
     def __init__(self, d_model: int, num_heads: int, num_kv_heads: int, d_hidden: int) -> None:
         super().__init__()
-        self.num_heads, self.num_kv_heads, self.d_head = (
-            num_heads,
-            num_kv_heads,
-            d_model // num_heads,
-        )
+        self.num_heads = num_heads
+        self.num_kv_heads = num_kv_heads
+        self.d_head = d_model // num_heads
         self.attention_norm, self.mlp_norm = RMSNorm(d_model), RMSNorm(d_model)
         self.wq = nn.Linear(d_model, num_heads * self.d_head, bias=False)
         self.wk = nn.Linear(d_model, num_kv_heads * self.d_head, bias=False)
@@ -275,11 +275,9 @@ class BertBlock(nn.Module):
         self.num_heads = num_heads
         self.query, self.key, self.value = (nn.Linear(d_model, d_model) for _ in range(3))
         self.out, self.norm_1 = nn.Linear(d_model, d_model), nn.LayerNorm(d_model)
-        self.up, self.down, self.norm_2 = (
-            nn.Linear(d_model, 4 * d_model),
-            nn.Linear(4 * d_model, d_model),
-            nn.LayerNorm(d_model),
-        )
+        self.up = nn.Linear(d_model, 4 * d_model)
+        self.down = nn.Linear(4 * d_model, d_model)
+        self.norm_2 = nn.LayerNorm(d_model)
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, x_BTD: Tensor, bias_B11T: Tensor) -> Tensor:
@@ -312,11 +310,9 @@ class Bert(TestModel):
     ) -> None:
         super().__init__(optimizer, lr)
         self.vocab_size, self.seq_len = vocab_size, seq_len
-        self.tokens, self.positions, self.types = (
-            nn.Embedding(vocab_size, d_model, padding_idx=0),
-            nn.Embedding(seq_len, d_model),
-            nn.Embedding(2, d_model),
-        )
+        self.tokens = nn.Embedding(vocab_size, d_model, padding_idx=0)
+        self.positions = nn.Embedding(seq_len, d_model)
+        self.types = nn.Embedding(2, d_model)
         self.norm, self.dropout = nn.LayerNorm(d_model), nn.Dropout(dropout)
         self.blocks = nn.ModuleList(
             [BertBlock(d_model, num_heads, dropout) for _ in range(num_layers)]
@@ -435,6 +431,22 @@ class Spectral(TestModel):
         return tuple(
             torch.randn(batch_size, n, generator=generator, dtype=torch.float64) for n in (8, 10)
         )
+
+
+class ReluTower(pl.LightningModule):
+    """Four linear layers of one width, each with a ReLU. Batch: x [B, width]."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(
+            *(nn.Sequential(nn.Linear(width, width), nn.ReLU()) for _ in range(4))
+        )
+
+    def training_step(self, batch: Tensor) -> Tensor:
+        return self.layers(batch).square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.Adam(self.parameters())
 
 
 MODELS: dict[str, type[TestModel]] = {

@@ -63,11 +63,9 @@ class ThreeTimes(TestModel):
     ) -> None:
         super().__init__(optimizer, lr)
         self.vocab_size, self.seq_len = vocab_size, seq_len
-        self.embed, self.mix, self.norm = (
-            nn.Embedding(vocab_size, width),
-            nn.Linear(width, width),
-            nn.LayerNorm(width),
-        )
+        self.embed = nn.Embedding(vocab_size, width)
+        self.mix = nn.Linear(width, width)
+        self.norm = nn.LayerNorm(width)
         self.blocks = nn.ModuleList(
             nn.Sequential(nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width))
             for _ in range(4)
@@ -191,11 +189,9 @@ class Routed(TestModel):
     ) -> None:
         super().__init__(optimizer, lr)
         self.vocab_size, self.width = vocab_size, width
-        self.embed, self.router, self.experts = (
-            nn.Embedding(vocab_size, width),
-            nn.Linear(width, 3),
-            nn.Embedding(3, width),
-        )
+        self.embed = nn.Embedding(vocab_size, width)
+        self.router = nn.Linear(width, 3)
+        self.experts = nn.Embedding(3, width)
         self.layers = nn.ModuleList(
             nn.Sequential(nn.Linear(width, 2 * width), nn.ReLU(), nn.Linear(2 * width, width))
             for _ in range(4)
@@ -206,7 +202,9 @@ class Routed(TestModel):
         tokens, labels = batch
         x = self.embed(tokens)
         share = self.router(x).softmax(-1)
-        chosen, is_odd, segment = share.argmax(-1), (tokens % 2).bool(), tokens // 4
+        chosen = share.argmax(-1)
+        is_odd = (tokens % 2).bool()
+        segment = tokens // 4
         for layer in self.layers:
             x = x + layer(x)
         x = x + self.experts(chosen) * share.gather(-1, chosen[..., None])

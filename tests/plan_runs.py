@@ -70,9 +70,12 @@ def run_cases(cases: Sequence[tuple[int, Case]], folder: str) -> None:
     rank = os.environ["RANK"]
     for number, case in cases:
         options: dict[str, Any] = {
-            "cluster": "pcie_8gpu", "verbose": False, "collective_timeout_seconds": COLLECTIVE_SECONDS,
-            "plan_dir": folder + "/plans", **case.options,
-        }  # fmt: skip
+            "cluster": "pcie_8gpu",
+            "verbose": False,
+            "collective_timeout_seconds": COLLECTIVE_SECONDS,
+            "plan_dir": folder + "/plans",
+            **case.options,
+        }
         if case.plan is not None:
             options["plan"] = f"{folder}/{number}.json"
         result: Any
@@ -118,9 +121,9 @@ class PlanRuns:
         self, cases: Sequence[Case], said: Callable[[Case, Outcome], None] = lambda *_: None
     ) -> list[Outcome]:
         """One outcome a case, in order; `said` is called with each as it comes."""
-        found: list[Outcome] = []
-        while len(found) < len(cases):
-            rest = cases[len(found) :]
+        results: list[Outcome] = []
+        while len(results) < len(cases):
+            rest = cases[len(results) :]
             chunk = [case for case in rest[:CHUNK] if case.world == rest[0].world]
             chunk = chunk[
                 : next(
@@ -129,9 +132,9 @@ class PlanRuns:
                 )
             ]
             for case, outcome in zip(chunk, self._chunk(chunk), strict=False):
-                found.append(outcome)
+                results.append(outcome)
                 said(case, outcome)
-        return found
+        return results
 
     def _chunk(self, cases: Sequence[Case]) -> list[Outcome]:
         """Outcomes of the first of `cases`, up to one that ends the processes."""
@@ -172,7 +175,7 @@ class PlanRuns:
         pipeline = runs[0]["pipeline"]
         parts = pipeline[1] if case.model in BATCH_NORM else 1
         reference = self.reference(case, parts)
-        if parts > 1:  # the plain Trainer logs every part, the pipeline the whole step
+        if parts > 1:  # the plain Trainer logs every part, the pipeline the full step
             reference = {**reference, "metrics": runs[0]["metrics"]}
         try:
             for run in runs:

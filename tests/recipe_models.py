@@ -25,10 +25,21 @@ class SmallMoE(MoE):
         self, dropless: bool = False, num_layers: int = 2, optimizer: str = "adamw", **rest: Any
     ) -> None:
         super().__init__(
-            num_layers=num_layers, hidden=16, num_heads=2, num_experts=4, vocab_size=32, sequence_length=8,
-            group_size=8, mlp_factor=2, capacity_factor=None if dropless else 1.25, balance_weight=0.1,
-            block_size=4, init_std=0.2, lr=1e-2, **rest,
-        )  # fmt: skip
+            num_layers=num_layers,
+            hidden=16,
+            num_heads=2,
+            num_experts=4,
+            vocab_size=32,
+            sequence_length=8,
+            group_size=8,
+            mlp_factor=2,
+            capacity_factor=None if dropless else 1.25,
+            balance_weight=0.1,
+            block_size=4,
+            init_std=0.2,
+            lr=1e-2,
+            **rest,
+        )
 
     def example_batch(
         self, batch_size: int, generator: torch.Generator | None = None

@@ -123,7 +123,9 @@ class WorkerPool:
                 try:
                     succeeded, value, when = pickle.loads(connection.recv_bytes())
                 except (EOFError, ConnectionError):
-                    succeeded, value, when = False, "(the process died)", time.monotonic()
+                    succeeded = False
+                    value = "(the process died)"
+                    when = time.monotonic()
                 if succeeded:
                     results[rank] = value
                     continue
@@ -231,7 +233,8 @@ def _run_job(message: bytes) -> Any:
             dist.init_process_group("gloo", timeout=timedelta(seconds=timeout))
         return function(*args)
     except BaseException as error:
-        error.failed_at = time.monotonic()  # type: ignore[attr-defined]  # before the group goes and others notice
+        # set before the group is destroyed, which makes the other ranks fail as well
+        error.failed_at = time.monotonic()  # type: ignore[attr-defined]
         raise
     finally:
         faulthandler.cancel_dump_traceback_later()

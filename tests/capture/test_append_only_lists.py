@@ -41,9 +41,9 @@ class Keeps(LightningModule):
 def test_appended_items_are_results() -> None:
     module = Keeps()
     step = capture_step(module, torch.ones(4, 3))
-    found = {record.place.attribute: record.items for record in step.appended}
+    results = {record.place.attribute: record.items for record in step.appended}
     loss = ValueRef(step.loss)
-    assert found == {
+    assert results == {
         "plain": ({"loss": loss, "batch": CounterRef("batch_idx")},),
         "more": (loss, "text", 1),
         "of_class": (loss,),
@@ -79,7 +79,8 @@ def empties(module: Keeps) -> float:
 
 
 def appends_inside(module: Keeps) -> float:
-    module.nested[0]["a"].append(1)  # such a step runs as it is written
+    # such a step is eager
+    module.nested[0]["a"].append(1)
     return 0.0
 
 

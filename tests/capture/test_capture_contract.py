@@ -31,7 +31,9 @@ from alpa_strategy.ir.graph import LogRecord, MetricRef, StepGraph, ValueRef
 class Step(LightningModule):
     def __init__(self, function: Callable[..., Any], child: nn.Module | None = None) -> None:
         super().__init__()
-        self.a, self.child, self.function = nn.Linear(4, 4), child, function
+        self.a = nn.Linear(4, 4)
+        self.child = child
+        self.function = function
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         return self.function(self, batch, batch_idx)
@@ -72,7 +74,11 @@ def test_metrics_are_recorded_not_run() -> None:
     graph = capture(step, metric)
     assert {k: v for k, v in vars(metric).items() if callable(v)} == before
     assert metric._update_count == 0
-    assert [(m.metric, m.method, len(m.args), [k for k, _ in m.kwargs]) for m in graph.metrics] == [
+    calls = []
+    for record in graph.metrics:
+        names = [name for name, _ in record.kwargs]
+        calls.append((record.metric, record.method, len(record.args), names))
+    assert calls == [
         ("child", "forward", 2, []),
         ("child", "update", 1, ["target"]),
     ]
@@ -195,7 +201,9 @@ def test_graph_is_functional_and_numbered_in_order(name: str) -> None:
 
 
 def fingerprint(module: LightningModule) -> Any:
-    attributes = {n: {k: id(v) for k, v in vars(m).items()} for n, m in module.named_modules()}
+    attributes = {}
+    for n, m in module.named_modules():
+        attributes[n] = {k: id(v) for k, v in vars(m).items()}
     return type(module), attributes, {k: v.clone() for k, v in module.state_dict().items()}
 
 
@@ -249,13 +257,19 @@ def test_within_a_trainer() -> None:
         model = Model()
         data = [model.example_batch(4) for _ in range(3)]
         trainer = pl.Trainer(
-            max_epochs=1, accelerator="cpu", **QUIET, callbacks=callbacks,
-        )  # fmt: skip
+            max_epochs=1,
+            accelerator="cpu",
+            **QUIET,
+            callbacks=callbacks,
+        )
         trainer.fit(model, torch.utils.data.DataLoader(data, batch_size=None))
         return torch.cat([p.flatten() for p in model.parameters()])
 
     assert torch.equal(losses([Probe()]), losses([]))
-    assert [[str(g) for g in s.guards] for s in seen] == [
+    guards = []
+    for step in seen:
+        guards.append([str(guard) for guard in step.guards])
+    assert guards == [
         ["(global_step >= 1) is False"],
         *[["(global_step >= 1) is True"]] * 2,
     ]

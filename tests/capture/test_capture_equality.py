@@ -29,7 +29,9 @@ class Step(LightningModule):
 
     def __init__(self, function: Callable[..., Any], child: nn.Module | None = None) -> None:
         super().__init__()
-        self.a, self.b, self.child = nn.Linear(4, 4), nn.Linear(4, 4), child
+        self.a = nn.Linear(4, 4)
+        self.b = nn.Linear(4, 4)
+        self.child = child
         self.register_buffer("buffer", torch.ones(4))
         self.constant = torch.arange(4.0)
         self.function = function
@@ -454,7 +456,7 @@ def test_autocast_casts_are_ops() -> None:
     "child", [nn.LSTM(4, 4, batch_first=True), nn.GRU(4, 4), nn.GroupNorm(2, 6)], ids=repr
 )
 def test_composite_ops_stay_whole_under_autocast(child: nn.Module) -> None:
-    """They would be ops of this number of rows otherwise, which neither split nor are cut into
+    """They would be ops of this number of rows otherwise, which neither split nor are split into
     micro-batches.
     """
 

@@ -26,7 +26,9 @@ from alpa_strategy.errors import AlpaError, CaptureError, OptionError
 class Step(LightningModule):
     def __init__(self, function: Callable[..., Any]) -> None:
         super().__init__()
-        self.a, self.metric, self.function = nn.Linear(4, 4), MeanMetric(), function
+        self.a = nn.Linear(4, 4)
+        self.metric = MeanMetric()
+        self.function = function
         self.hidden, self.counts = [nn.Parameter(torch.ones(4))], SimpleNamespace(steps=0)
         self.table, self.norms = torch.zeros(4), [nn.BatchNorm1d(4, affine=False)]
         self.by_name = {"accuracy": MulticlassAccuracy(4, average="micro", validate_args=False)}
@@ -193,7 +195,13 @@ def metric_value(self: Step, x: Tensor, i: int) -> Tensor:
 
 
 def choice(self: Step, x: Tensor, i: int) -> Tensor:
-    return torch.cond(x.sum() > 0, lambda h: h * 2, lambda h: h * 3, (self.a(x),)).sum()
+    def double(h: Tensor) -> Tensor:
+        return h * 2
+
+    def triple(h: Tensor) -> Tensor:
+        return h * 3
+
+    return torch.cond(x.sum() > 0, double, triple, (self.a(x),)).sum()
 
 
 def loop(self: Step, x: Tensor, i: int) -> Tensor:
@@ -214,13 +222,30 @@ def logs_text(self: Step, x: Tensor, i: int) -> Tensor:
 @pytest.mark.parametrize(
     "function",
     [
-        branch, item, as_list, as_numpy, rows_by_mask, in_place_function, tensor_hook,
-        gradient_inside, backward_inside, assigns_data, transposes_in_place, hook_of_a_module,
-        changes_through_data, changes_parameter, other_device, metric_value, logs_text,
-        choice, loop, running_sum, maps_a_function, writes_into_a_table,
-       
+        branch,
+        item,
+        as_list,
+        as_numpy,
+        rows_by_mask,
+        in_place_function,
+        tensor_hook,
+        gradient_inside,
+        backward_inside,
+        assigns_data,
+        transposes_in_place,
+        hook_of_a_module,
+        changes_through_data,
+        changes_parameter,
+        other_device,
+        metric_value,
+        logs_text,
+        choice,
+        loop,
+        running_sum,
+        maps_a_function,
+        writes_into_a_table,
     ],
-)  # fmt: skip
+)
 def test_names_the_line_and_a_way_out(function: Callable[..., Any]) -> None:
     module = Step(function)
     weight = module.a.weight.detach().clone()
@@ -391,7 +416,7 @@ def puts_logits(self: Step, batch: Any, i: int) -> Tensor:
     return batch["logits"].sum()
 
 
-def test_what_a_step_puts_into_its_batch_for_a_hook_is_refused_and_for_no_one_else() -> None:
+def test_values_put_into_the_batch_for_a_hook_are_refused() -> None:
     """Hooks get the batch as it was loaded."""
     batch = {"x": torch.randn(3, 4)}
     module = Step(puts_logits)
@@ -432,7 +457,7 @@ def test_open_files_are_refused_and_left_as_they_are(
     assert (tmp_path / "lines").read_text() == ""
 
 
-def test_messages_of_installed_packages_to_logging_are_said_to_be_left_out(
+def test_log_messages_of_packages_are_reported_as_left_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     site = tmp_path / "site-packages"

@@ -87,7 +87,9 @@ def test_equals_eager(function: Callable[..., Any], make: Callable[[], nn.Module
 
 
 def test_functional_batch_norm_with_given_statistics() -> None:
-    function = lambda self, x, y: F.batch_norm(self.a(x), self.buffer, self.buffer + 1).pow(3).sum()  # noqa: E731
+    def function(self: Any, x: Any, y: Any) -> Any:
+        return F.batch_norm(self.a(x), self.buffer, self.buffer + 1).pow(3).sum()
+
     step = assert_same_step(Step(function), example())
     assert all(b.update is None for b in step.buffers)
 

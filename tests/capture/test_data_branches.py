@@ -69,7 +69,7 @@ def test_what_decides_more_is_refused(check: Callable[[Tensor], None]) -> None:
         capture_step(Checked(check), torch.ones(4, 8))
 
 
-def test_a_check_is_known_where_the_interpreter_has_specialised_the_code() -> None:
+def test_checks_are_found_in_specialised_bytecode() -> None:
     for _ in range(
         20
     ):  # CPython runs other instructions in place of those that it has seen a few times
@@ -124,7 +124,7 @@ def test_checks_inside_torch() -> None:
     assert [check.expected for check in step.checks] == [False]
 
 
-def test_libraries_that_know_fake_tensors_are_told_of_those_with_values(
+def test_libraries_see_fake_tensors_with_values(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """transformers builds a mask for fake tensors where it would ask whether one is needed."""

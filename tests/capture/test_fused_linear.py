@@ -21,7 +21,9 @@ class Fused(pl.LightningModule):
 
     def __init__(self, how: str, bias: bool = True) -> None:
         super().__init__()
-        self.how, self.qkv, self.out = how, nn.Linear(8, 24, bias=bias), nn.Linear(8, 8)
+        self.how = how
+        self.qkv = nn.Linear(8, 24, bias=bias)
+        self.out = nn.Linear(8, 8)
 
     def training_step(self, batch, batch_idx):
         x = self.qkv(batch)

@@ -54,7 +54,9 @@ class Schedule:
     """No record: it holds a function."""
 
     def __init__(self) -> None:
-        self.step, self.value, self.unread = lambda: 0, 0.5, 0
+        self.step = lambda: 0
+        self.value = 0.5
+        self.unread = 0
 
     def now(self) -> float:
         return self.value
@@ -70,7 +72,9 @@ class Slotted:
 class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.linear, self.dropout, self.factor = nn.Linear(4, 4), nn.Dropout(0.1), 3
+        self.linear = nn.Linear(4, 4)
+        self.dropout = nn.Dropout(0.1)
+        self.factor = 3
 
     def forward(self, x: Tensor) -> Tensor:
         return self.dropout(self.linear(x)) * self.factor
@@ -84,18 +88,20 @@ class Reader(LightningModule):
     def __init__(self, beta: float = 0.1) -> None:
         super().__init__()
         self.save_hyperparameters()
-        self.beta, self.unread, self.block = beta, 1, Block()
+        self.beta = beta
+        self.unread = 1
+        self.block = Block()
         self.weights = {"a": 1.0, "b": [2.0, 3.0]}
-        self.config, self.space, self.settings = (
-            Config(),
-            types.SimpleNamespace(power=2),
-            Settings(),
-        )
+        self.config = Config()
+        self.space = types.SimpleNamespace(power=2)
+        self.settings = Settings()
         self.tokens = list(range(2000))
         self.mask, self.masks = torch.ones(4), [torch.ones(4)]
         self.function: Callable[[Tensor], Tensor] = torch.relu
         self.register_buffer("offset", torch.zeros(4))
-        self.schedule, self.kept, self.slotted = Schedule(), {"a": [Schedule()]}, Slotted()
+        self.schedule = Schedule()
+        self.kept = {"a": [Schedule()]}
+        self.slotted = Slotted()
         self.scaled = partial(lambda schedule: schedule.now(), Schedule())
         self.added = nn.ModuleList()
         self.last, self.raised = deque([1.0], maxlen=1), partial(pow, exp=2)
@@ -270,8 +276,9 @@ from test_python_state import Logs, own_mean
 from alpa_strategy.capture.capture import capture_step
 from alpa_strategy.capture.python_reads import _watched_classes
 from alpa_strategy.capture.python_state import patched
-steps = [capture_step(Logs(f), torch.randn(6, 4)) for f in ("mean", torch.mean, own_mean, partial(own_mean), max)]
-print(*[s.graph_digest for s in steps])
+functions = ("mean", torch.mean, own_mean, partial(own_mean), max)
+steps = [capture_step(Logs(function), torch.randn(6, 4)) for function in functions]
+print(*[step.graph_digest for step in steps])
 """
 
 
@@ -312,7 +319,9 @@ class Settles(torch.nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.linear, self.ready, self.length = torch.nn.Linear(4, 1), False, 0
+        self.linear = torch.nn.Linear(4, 1)
+        self.ready = False
+        self.length = 0
         self.config = types.SimpleNamespace(problem=None)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -397,12 +406,10 @@ class Turns(list):
 
 class Annealed:
     def __init__(self) -> None:
-        self.value, self.seen, self.recent, self.table = (
-            1.0,
-            {"steps": 1},
-            deque([1.0, 2.0]),
-            np.ones(2),
-        )
+        self.value = 1.0
+        self.seen = {"steps": 1}
+        self.recent = deque([1.0, 2.0])
+        self.table = np.ones(2)
         self.numbers, self.order = array("d", [1.0, 2.0]), OrderedDict(a=1.0, b=2.0)
 
     def now(self) -> float:
@@ -422,8 +429,12 @@ class Changes(LightningModule):
     def __init__(self, change: Callable[[Any], float], beta: float = 1.0) -> None:
         super().__init__()
         self.save_hyperparameters("beta")
-        self.change, self.linear, self.stream = change, nn.Linear(4, 4), itertools.count(1)
-        self.answers, self.turns, self.holder = Answers(scale=1.0), Turns([1.0, 2.0]), Annealed()
+        self.change = change
+        self.linear = nn.Linear(4, 4)
+        self.stream = itertools.count(1)
+        self.answers = Answers(scale=1.0)
+        self.turns = Turns([1.0, 2.0])
+        self.holder = Annealed()
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         return self.linear(batch).sum() * self.change(self)
@@ -505,7 +516,9 @@ class LeavesEval(LightningModule):
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         loss = self.net(batch).sum()
         self.net.eval()
-        return loss if not self.looks or loss.item() else -loss
+        if not self.looks or loss.item():
+            return loss
+        return -loss
 
 
 @pytest.mark.parametrize(("looks", "why"), [(False, "net.training"), (True, "a tensor's value")])
@@ -544,7 +557,7 @@ class SaysAndAsks(Settled):
         return loss
 
 
-def test_a_text_for_a_message_below_its_level_is_good_for_every_batch() -> None:
+def test_messages_below_their_level_need_no_guard() -> None:
     step = capture_step(SaysAndAsks(), torch.randn(6, 4), batch_idx=2)
     assert changed_value(step.attributes) is None
     assert all(guard.holds(batch_idx=4) for guard in step.guards)
@@ -578,9 +591,7 @@ def test_what_fails_to_be_set_leaves_nothing_changed():
 
 
 def test_classes_of_c_extensions_are_left_alone(monkeypatch):
-    """Also immutable types that live on the heap, as those of `re` are, in a file that is nobody's
-    package.
-    """
+    """Also immutable types on the heap, as those of `re` are, in a file outside of any package."""
     monkeypatch.setattr(sys.modules["re"], "__file__", __file__)
     assert not re.Pattern.__flags__ & 1 << 9 or re.Pattern.__flags__ & 1 << 8
     assert re.Pattern not in _watched_classes(Owned(Schedule()))

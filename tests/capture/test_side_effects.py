@@ -1,5 +1,5 @@
 """What a step does besides computing, and would do once if it were captured, is refused by its line
-and undone; what others do beside it is not blamed on it.
+and undone; what others do in addition is not blamed on it.
 """
 
 from __future__ import annotations

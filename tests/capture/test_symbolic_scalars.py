@@ -221,15 +221,15 @@ def test_one_graph_for_all_steps(names: tuple[str, ...], dtype: torch.dtype) -> 
         plain.log = lambda name, value, logged=logged: logged.update({name: value})
         expected = plain.training_step(x, step % 7)
         expected["loss"].backward()
-        found = run_step(
+        outputs = run_step(
             graph,
             dict(module.named_parameters()),
             {**dict(module.named_buffers()), COUNTERS: counters},
             [x],
         )
-        found[graph.loss].backward()
+        outputs[graph.loss].backward()
         for name, value in expected.items():
-            same = found[graph.output[name].index]
+            same = outputs[graph.output[name].index]
             assert value.dtype == same.dtype
             assert torch.equal(value, same), name
         if (
@@ -237,7 +237,7 @@ def test_one_graph_for_all_steps(names: tuple[str, ...], dtype: torch.dtype) -> 
         ):  # that number is rounded to bfloat16
             assert torch.equal(plain.a.weight.grad, module.a.weight.grad)
         updates = {
-            buffer.name: found[buffer.update]
+            buffer.name: outputs[buffer.update]
             for buffer in graph.buffers
             if buffer.update is not None
         }
@@ -253,12 +253,10 @@ def test_a_text_that_chooses_is_guarded(text: Callable[[int], str]) -> None:
     step = capture_step(
         Step(lambda self, x, i: self.a(x).sum() * factors[text(i)]), torch.ones(6, 4)
     )
-    assert [all(guard.holds(batch_idx=i) for guard in step.guards) for i in range(4)] == [
-        True,
-        False,
-        True,
-        False,
-    ]
+    holds = []
+    for index in range(4):
+        holds.append(all(guard.holds(batch_idx=index) for guard in step.guards))
+    assert holds == [True, False, True, False]
 
 
 def test_guards_and_digests_know_no_values() -> None:

@@ -55,7 +55,7 @@ class Scheduled(GPT):
 
 
 class Recorder(pl.Callback):
-    """Loss, learning rates and whole weights after every step, by step."""
+    """Loss, learning rates and unsharded weights after every step, by step."""
 
     def __init__(self) -> None:
         self.steps: dict[int, dict[str, Any]] = {}

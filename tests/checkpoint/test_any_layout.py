@@ -34,8 +34,8 @@ def whole_state(strategy: Any) -> dict[str, Any]:
 
 
 class Loaded(pl.Callback):
-    """What the first step of a resumed training begins with: whole parameters and optimizer state;
-    then it stops.
+    """What the first step of a resumed training begins with: unsharded parameters and optimizer
+    state; then it stops.
     """
 
     def on_before_optimizer_step(self, trainer: pl.Trainer, module: Any, optimizer: Any) -> None:

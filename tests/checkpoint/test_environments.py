@@ -73,7 +73,7 @@ def test_slurm(pool, tmp_path: Path) -> None:
     "options", ['{"parallel": "zero3"}', '{"num_stages": 2, "num_microbatches": 2}']
 )
 def test_torchrun_restarts_a_job_with_a_killed_rank(tmp_path: Path, options: str) -> None:
-    """It goes on from its last checkpoint with the stored plan, and every step is what it would
+    """It resumes from its last checkpoint with the stored plan, and every step is what it would
     have been.
     """
     expected = _torchrun(tmp_path / "undisturbed", options, {})

@@ -39,11 +39,9 @@ class Kills(pl.Callback):
 
     def __init__(self, root: str, number: int) -> None:
         draw = random.Random(number)
-        self.victim, self.step, self.at_save = (
-            draw.randrange(2),
-            draw.randrange(1, 6),
-            draw.random() < 0.6,
-        )
+        self.victim = draw.randrange(2)
+        self.step = draw.randrange(1, 6)
+        self.at_save = draw.random() < 0.6
         self.seconds = draw.uniform(0, 0.03 if self.at_save else 0.3)
         self.folder, self.num_steps = Path(root) / "kept", 0
 

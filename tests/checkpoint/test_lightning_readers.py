@@ -85,7 +85,7 @@ class Bench:
 
     def trainer(self, **arguments: Any) -> pl.Trainer:
         callbacks = arguments.get("callbacks", ())
-        saves = any(isinstance(each, ModelCheckpoint) for each in callbacks)
+        saves = any(isinstance(callback, ModelCheckpoint) for callback in callbacks)
         return pl.Trainer(
             accelerator="cpu",
             devices=2,
@@ -187,13 +187,13 @@ def best_and_last(bench: Bench) -> Any:
         callback = ModelCheckpoint(folder, "{epoch}", monitor="val", save_last=save_last)
         trainer = bench.trainer(callbacks=[callback], max_epochs=2)
         trainer.fit(Net(), Data())
-        found = [trainer.test(ckpt_path=path, verbose=False) for path in ("best", "last")]
+        results = [trainer.test(ckpt_path=path, verbose=False) for path in ("best", "last")]
         again = bench.trainer(
             callbacks=[ModelCheckpoint(folder, save_last=save_last)], max_epochs=4
         )
         again.fit(Net(), Data(), ckpt_path="last")
-        found.append([logged(again)])
-    return found, sorted(os.listdir(folder))
+        results.append([logged(again)])
+    return results, sorted(os.listdir(folder))
 
 
 def weight_averaging(bench: Bench) -> Any:
@@ -305,15 +305,15 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 def try_all(root: str, options: dict[str, Any] | None) -> dict[str, Any]:
-    found = {}
+    results = {}
     for behaviour in BEHAVIOURS:
         name = behaviour.__name__
         os.makedirs(f"{root}/{name}", exist_ok=True)
         try:
-            found[name] = behaviour(Bench(f"{root}/{name}", options))
+            results[name] = behaviour(Bench(f"{root}/{name}", options))
         except (Exception, SystemExit) as error:  # the others are tried, too
-            found[name] = f"{type(error).__name__}: {error}"
-    return found
+            results[name] = f"{type(error).__name__}: {error}"
+    return results
 
 
 @pytest.fixture(scope="module")

@@ -71,7 +71,7 @@ class Loads(Net):
 
 def load(root: str, path: str, options: dict[str, Any] | None) -> dict[str, Any]:
     """The weights with which the training goes on, for every change to what was loaded."""
-    found = {}
+    results = {}
     for name, change in CHANGES.items():
         strategy: Any = "ddp"
         if options is not None:
@@ -88,8 +88,8 @@ def load(root: str, path: str, options: dict[str, Any] | None) -> dict[str, Any]
         net = Loads()
         net.change = change
         trainer.fit(net, DataLoader(data, batch_size=4), ckpt_path=path)
-        found[name] = net.loaded
-    return found
+        results[name] = net.loaded
+    return results
 
 
 CASES = {"data": {"parallel": "data"}, "zero3": {"parallel": "zero3"}}
@@ -103,6 +103,6 @@ def test_hooks_change_what_is_loaded_as_under_ddp(pool, tmp_path: Path, case: st
         pool.run(2, train, str(tmp_path / kind), options, init_group=False)
         paths[kind] = str(tmp_path / kind / "data-module.ckpt")
     expected = pool.run(2, load, str(tmp_path), paths["ddp"], None, init_group=False)[0]
-    found = pool.run(2, load, str(tmp_path), paths["ours"], CASES[case], init_group=False)[0]
+    result = pool.run(2, load, str(tmp_path), paths["ours"], CASES[case], init_group=False)[0]
     for name in CHANGES:
-        torch.testing.assert_close(found[name], expected[name], rtol=1e-9, atol=1e-9, msg=name)
+        torch.testing.assert_close(result[name], expected[name], rtol=1e-9, atol=1e-9, msg=name)

@@ -56,9 +56,9 @@ def test_it_reads_what_the_plain_reader_reads(folder):
     )
     assert ours.state_dict_metadata == plain.state_dict_metadata
     assert ours.storage_data == plain.storage_data
-    found = {"a": torch.zeros(2, 3)}
-    dcp.load(found, storage_reader=RestrictedReader(folder), no_dist=True)
-    assert torch.equal(found["a"], torch.arange(6.0).view(2, 3))
+    results = {"a": torch.zeros(2, 3)}
+    dcp.load(results, storage_reader=RestrictedReader(folder), no_dist=True)
+    assert torch.equal(results["a"], torch.arange(6.0).view(2, 3))
 
 
 def test_a_planted_object_is_not_run(folder):

@@ -30,7 +30,7 @@ CASES = {"zero3": ONE_STAGE["zero3"], "tensor": ONE_STAGE["tensor"], "pipeline":
 
 
 def resume_twice(root: str, options: dict[str, Any]) -> bool:
-    """Save every second step of six (four make an epoch), go on from each, and compare every
+    """Save every second step of six (four make an epoch), resume from each, and compare every
     step.
     """
     keep = Keep(f"{root}/kept", 2)
@@ -97,7 +97,7 @@ def test_a_chain_of_resumptions(pool, tmp_path: Path) -> None:
 
 
 def resume_as_the_other_kind(root: str, kinds: tuple[str, str]) -> bool:
-    """A training whose steps ran as written goes on captured, and the other way round."""
+    """A training with eager steps is resumed with captured ones, and the other way round."""
     before, after = ({"capture": kind} for kind in kinds)
     fit(root, before, 2, 2, callbacks=[Keep(f"{root}/kept", 2)])
     trainer, _, steps = fit(root, after, 2, 4, ckpt_path=checkpoint_at(root, 2))

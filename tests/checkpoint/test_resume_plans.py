@@ -1,5 +1,5 @@
 """A resumed run uses the checkpoint's plans, wherever it stores its own and whatever it measures:
-it goes on bit by bit. What the user asks for on resumption goes first.
+it goes on bit by bit. What the user requests on resumption goes first.
 """
 
 from __future__ import annotations
@@ -115,11 +115,11 @@ def resume(root: str, places: dict[str, Any]) -> dict[str, bool]:
 
 
 def test_a_run_resumed_elsewhere_goes_on_bit_by_bit(pool, tmp_path) -> None:
-    found = pool.run(2, resume, str(tmp_path), PLACES, timeout=400)
-    assert found == [dict.fromkeys(PLACES, True)] * 2
+    per_rank = pool.run(2, resume, str(tmp_path), PLACES, timeout=400)
+    assert per_rank == [dict.fromkeys(PLACES, True)] * 2
 
 
-# What the user asks for on resumption, and the part of the fingerprint that the note names.
+# What the user requests on resumption, and the part of the fingerprint that the note names.
 WISHES: dict[str, tuple[dict[str, Any], str]] = {
     "parallel": ({"parallel": "data"}, "options"),
     "placements": ({"placements": {"head.weight": "R*"}}, "options"),
@@ -133,7 +133,7 @@ WISHES: dict[str, tuple[dict[str, Any], str]] = {
 def resume_with(root: str, wishes: dict[str, Any]) -> dict[str, tuple[set[str], list[str]]]:
     """How parameters are stored when the run is resumed with other options, and what is noted."""
     fit(f"{root}/before", {}, 2)
-    found = {}
+    results = {}
     for name, (options, _) in wishes.items():
         notes: list[str] = []
         own, run_plans.rank_zero_info = run_plans.rank_zero_info, notes.append
@@ -144,12 +144,13 @@ def resume_with(root: str, wishes: dict[str, Any]) -> dict[str, tuple[set[str], 
             trainer, _ = fit(f"{root}/{name}", arguments, 4, path, cluster=cluster)
         finally:
             run_plans.rank_zero_info = own
-        found[name] = modes(trainer), [note for note in notes if "resumed under" in note]
-    return found
+        results[name] = modes(trainer), [note for note in notes if "resumed under" in note]
+    return results
 
 
 def test_what_the_user_asks_for_goes_first(pool, tmp_path) -> None:
-    found = pool.run(2, resume_with, str(tmp_path), WISHES, timeout=400)[0]
+    result = pool.run(2, resume_with, str(tmp_path), WISHES, timeout=400)[0]
     for name, (_, part) in WISHES.items():
-        assert any(part in note and "last bits" in note for note in found[name][1]), (name, found)
-    assert found["parallel"][0] <= {"(R*,)", "(R,)"}, found
+        notes = [note for note in result[name][1] if "last bits" in note]
+        assert any(part in note for note in notes), (name, result)
+    assert result["parallel"][0] <= {"(R*,)", "(R,)"}, result

@@ -238,8 +238,8 @@ def under_ddp(pool, tmp_path_factory) -> tuple[Path, dict[str, Any]]:
 @pytest.mark.parametrize("case", CASES)
 def test_hooks_compute_as_under_ddp(pool, tmp_path: Path, under_ddp: Any, case: str) -> None:
     folder, weights = under_ddp
-    found = pool.run(2, train, str(tmp_path), CASES[case], init_group=False)
-    for of_rank in found if "single" not in case else ():  # whose entries are copies
+    per_rank = pool.run(2, train, str(tmp_path), CASES[case], init_group=False)
+    for of_rank in per_rank if "single" not in case else ():  # whose entries are copies
         torch.testing.assert_close(of_rank, weights, rtol=1e-9, atol=1e-9)
     for name in HOOKS:
         if "single" in case and name == "changed_in_place":

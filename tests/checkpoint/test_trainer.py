@@ -157,9 +157,7 @@ def go_on(
     return steps
 
 
-def test_other_strategies_go_on_from_directories_and_edited_state_stays_edited(
-    pool, tmp_path: Path
-) -> None:
+def test_other_strategies_resume_sharded_checkpoints(pool, tmp_path: Path) -> None:
     root, options = str(tmp_path), {**ONE_STAGE["zero3"], "checkpoint": "sharded"}
     ours = pool.run(2, go_on, root, options, 2, [])[0]
     edited = pool.run(2, go_on, root, options, 2, [Forgets()])[0]

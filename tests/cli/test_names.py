@@ -143,7 +143,7 @@ def test_any_name_is_drawn_as_it_is(name, make):
 
 
 @pytest.mark.parametrize("name", NAMES, ids=ascii)
-def test_any_name_goes_through_a_file_to_a_terminal_a_page_and_a_picture(name, tmp_path, capsys):
+def test_any_name_is_displayed(name, tmp_path, capsys):
     file, html, svg = (tmp_path / f"plan.{kind}" for kind in ("json", "html", "svg"))
     plan_of(name).save(file)
     assert Plan.load(file) == plan_of(name)
@@ -184,8 +184,15 @@ def test_random_names(name):
         assert not UNPRINTABLE.search(shown(plan_table(plan), console))
     ET.fromstring(plan_svg(plan))
     assert tags_of(plan_html(plan)) <= {
-        "html", "head", "meta", "style", "body", "pre", "code", "span"
-    }  # fmt: skip
+        "html",
+        "head",
+        "meta",
+        "style",
+        "body",
+        "pre",
+        "code",
+        "span",
+    }
 
 
 @settings(deadline=None, max_examples=50)

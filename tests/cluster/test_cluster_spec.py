@@ -94,7 +94,7 @@ def test_groups_that_cross_share_the_nodes_link(
     assert link.latency == 1e-5
 
 
-def test_a_ring_with_several_devices_a_node_is_not_faster_than_the_nodes_inside():
+def test_a_ring_across_nodes_is_not_faster_than_inside_a_node():
     fast_network = cluster(inter_node={"latency": 0.0, "bandwidth": 100e9})
     assert fast_network.logical_mesh((8,)).axes[0].link.bandwidth == 8e9
     assert fast_network.logical_mesh((2, 4)).axes[0].link.bandwidth == 25e9
@@ -190,17 +190,18 @@ def test_a_larger_message_is_never_cheaper(points: dict[int, float], a: float, b
 def test_outliers_are_lowered_and_never_raised(points: dict[int, float]):
     table = sorted(points.items())
     clean = without_outliers(table)
-    assert [size for size, _ in clean] == [size for size, _ in table]
-    assert all(0 < after <= before for (_, before), (_, after) in zip(table, clean, strict=True))
+    for (size, before), (clean_size, after) in zip(table, clean, strict=True):
+        assert clean_size == size
+        assert 0 < after <= before
 
 
 def test_a_burst_of_noise_at_one_size_leaves_the_others_alone():
     line = [(4**k, 1e-4 + 4**k * 1e-9) for k in range(5, 13)]
     assert without_outliers(line) == tuple(line)
     for spoilt in range(len(line)):
-        noisy = [
-            (size, seconds * (100 if i == spoilt else 1)) for i, (size, seconds) in enumerate(line)
-        ]
+        noisy = []
+        for i, (size, seconds) in enumerate(line):
+            noisy.append((size, seconds * (100 if i == spoilt else 1)))
         for i, ((_, seconds), (_, found)) in enumerate(
             zip(line, without_outliers(noisy), strict=True)
         ):

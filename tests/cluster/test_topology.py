@@ -1,4 +1,4 @@
-"""Clusters whose links differ: what groups of devices reach, and the order in which devices lie in
+"""Clusters whose links differ: what groups of devices reach, and the order in which devices are in
 meshes.
 """
 
@@ -105,7 +105,7 @@ def test_nodes_of_a_rack_lie_next_to_each_other():
     )
 
 
-def test_equal_links_give_the_order_of_the_numbers_and_the_costs_of_no_topology():
+def test_equal_links_are_the_same_as_no_topology():
     plain = ClusterSpec.from_dict(BASE)
     racks = two_racks(nodes=2, bandwidth=1e15, latency=0.0)
     assert plain.orders() == [plain]
@@ -117,11 +117,11 @@ def test_equal_links_give_the_order_of_the_numbers_and_the_costs_of_no_topology(
                     axis.seconds(kind, num_bytes)
                     for axis in plain.logical_mesh(shape, submesh).axes
                 ]
-                found = [
+                results = [
                     axis.seconds(kind, num_bytes)
                     for axis in racks.logical_mesh(shape, submesh).axes
                 ]
-                assert found == pytest.approx(seconds, rel=1e-9)
+                assert results == pytest.approx(seconds, rel=1e-9)
 
 
 def test_messages_take_the_links_between_their_devices():

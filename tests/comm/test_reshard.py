@@ -3,7 +3,7 @@ of its parts.
 
 Every pair of dual layouts is tried. A local tensor's meaning is decided here independently of the
 code under test:
-`parts` cuts a whole tensor for a layout, `combine` puts the devices' parts together again.
+`parts` splits a full tensor for a layout, `combine` puts the devices' parts together again.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def all_layouts(num_dims, num_axes):
 
 
 def reshard_one(mesh, src, dst, shape):
-    """This device's (value under dst, gradient under src) for the whole tensors of `shape`."""
+    """This device's (value under dst, gradient under src) for the full tensors of `shape`."""
     value, grad = whole_tensors(shape)
     mine = parts(value, value_layout(src), mesh.shape)[mesh.coordinate].requires_grad_()
     out = Reshard(src, dst, shape, mesh)(mine)
@@ -132,8 +132,12 @@ def test_all_pairs_on_one_axis(mesh_shape, shape):
 def test_all_pairs_on_two_axes(mesh_shape, shape):
     layouts = all_layouts(len(shape), 2)
     cases = list(itertools.product(layouts, layouts))
-    found = run_on_threads(mesh_shape, lambda m: [reshard_one(m, s, d, shape) for s, d in cases])
-    for (src, dst), results in zip(cases, zip(*found, strict=True), strict=True):
+
+    def work(mesh):
+        return [reshard_one(mesh, source, target, shape) for source, target in cases]
+
+    per_rank = run_on_threads(mesh_shape, work)
+    for (src, dst), results in zip(cases, zip(*per_rank, strict=True), strict=True):
         check(results, mesh_shape, src, dst, shape)
 
 
@@ -166,8 +170,8 @@ def test_on_process_groups(pool, mesh_shape):
     ]
     if len(mesh_shape) == 2:
         cases = cases[::4]  # all of them run on threads, above
-    found = pool.run(torch.tensor(mesh_shape).prod().item(), reshard_many, mesh_shape, cases)
-    for (src, dst, shape), results in zip(cases, zip(*found, strict=True), strict=True):
+    per_rank = pool.run(torch.tensor(mesh_shape).prod().item(), reshard_many, mesh_shape, cases)
+    for (src, dst, shape), results in zip(cases, zip(*per_rank, strict=True), strict=True):
         check(results, mesh_shape, src, dst, shape)
 
 

@@ -25,7 +25,7 @@ def test_differs_exactly_over_the_random_axes(random_axes):
             assert torch.equal(own[0], other[0]) == torch.equal(own[1], other[1]) == same
 
 
-def test_reproducible_from_the_seed_whatever_the_default_generator_does():
+def test_the_seed_decides_and_not_the_default_generator():
     calls = [(0,), (), (0,), ()]
     torch.manual_seed(3)
     first = run_on_threads((2,), lambda mesh: draw(mesh, 7, calls))
@@ -91,11 +91,14 @@ def test_state_comes_back_after_an_exception():
             random.run((0,), torch.bernoulli, torch.full((3,), 2.0))
         return torch.equal(torch.get_rng_state(), before)
 
-    assert run_on_threads((2, 1), lambda mesh: work(mesh) if mesh.coordinate[0] == 0 else True)[0]
+    def work_of_the_first(mesh):
+        return work(mesh) if mesh.coordinate[0] == 0 else True
+
+    assert run_on_threads((2, 1), work_of_the_first)[0]
 
 
 @pytest.mark.parametrize("mesh_shape", [(2,), (1,)])
-def test_a_bookmark_brings_the_same_numbers_again(mesh_shape):
+def test_a_bookmark_repeats_random_numbers(mesh_shape):
     """As often as wanted, and what is drawn afterwards is as if nothing had been drawn again."""
 
     def work(mesh):

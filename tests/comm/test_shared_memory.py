@@ -159,7 +159,7 @@ def waits_in_vain(path: str, ends: bool) -> str:
 
 
 @pytest.mark.parametrize("ends", [True, False], ids=["ended", "late"])
-def test_a_lost_rank_is_named_and_a_late_one_not_waited_for_for_ever(pool, tmp_path, ends):
+def test_a_lost_rank_is_named_and_a_late_one_times_out(pool, tmp_path, ends):
     path = tmp_path / "shared"
     path.write_bytes(b"\0" * TOTAL_BYTES)
     said = pool.run(2, waits_in_vain, str(path), ends)[0]

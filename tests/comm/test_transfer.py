@@ -23,7 +23,8 @@ CPU = torch.device("cpu")
 def random_side(rng, num_dims):
     shape = rng.choice([(1,), (2,), (3,), (4,), (2, 2)])
     first = rng.randrange(4 - math.prod(shape) + 1)
-    layout = " ".join(rng.choice(["R", *(f"S{d}" for d in range(num_dims))]) for _ in shape)
+    placements = ["R", *(f"S{d}" for d in range(num_dims))]
+    layout = " ".join(rng.choice(placements) for _ in shape)
     return MeshSide(shape, tuple(range(first, first + math.prod(shape))), Layout.parse(layout))
 
 
@@ -41,7 +42,7 @@ def local(whole, side, rank):
 
 
 def random_bundles(seed):
-    """[(source, target layouts per tensor, whole tensors, local gather)], the same on all ranks."""
+    """[(source, target layouts per tensor, full tensors, local gather)], the same on all ranks."""
     rng = random.Random(seed)
     bundles = []
     for i in range(6):

@@ -64,7 +64,9 @@ class Net(pl.LightningModule):
 
 @dataclass(frozen=True)
 class Mean:
-    """A value that DDP knows on each rank for its own rows: the mean over the ranks is compared."""
+    """A value that DDP knows on each rank for its local samples: the mean over the ranks is
+    compared.
+    """
 
     value: Any
 
@@ -168,14 +170,14 @@ class Bench:
 
     def files(self) -> list[str]:
         """Files below the root, checkpoints in folders as one; seen by rank 0."""
-        found = []
+        results = []
         for path in sorted(self.root.rglob("*")):
             relative = path.relative_to(self.root)
             inside = any(p.suffix == ".ckpt" for p in list(relative.parents)[:-1])
             if relative.parts[0] == ".alpa" or inside or (path.is_dir() and path.suffix != ".ckpt"):
                 continue
-            found.append(str(relative))
-        return found if rank_zero_only.rank == 0 else []
+            results.append(str(relative))
+        return results if rank_zero_only.rank == 0 else []
 
     def outcome(
         self, trainer: pl.Trainer, module: pl.LightningModule, **more: Any
@@ -219,18 +221,27 @@ def _averaged(outcomes: list[Any]) -> list[Any]:
     if isinstance(outcomes[0], Mean):
         return [_mean([o.value for o in outcomes])] * len(outcomes)
     if isinstance(outcomes[0], dict):
-        keys = [k for k in outcomes[0] if all(isinstance(o, dict) and k in o for o in outcomes)]
-        averaged = {key: _averaged([o[key] for o in outcomes]) for key in keys}
-        return [
-            {k: averaged[k][i] if k in averaged else v for k, v in o.items()}
-            for i, o in enumerate(outcomes)
-        ]
+        keys = []
+        for k in outcomes[0]:
+            if all(isinstance(o, dict) and k in o for o in outcomes):
+                keys.append(k)
+        averaged = {}
+        for key in keys:
+            averaged[key] = _averaged([o[key] for o in outcomes])
+        changed = []
+        for rank, outcome in enumerate(outcomes):
+            own_averages = {key: values[rank] for key, values in averaged.items()}
+            changed.append({**outcome, **own_averages})
+        return changed
     return outcomes
 
 
 def _mean(values: list[Any]) -> Any:
     if isinstance(values[0], dict):
-        return {key: _mean([v[key] for v in values]) for key in values[0]}
+        means = {}
+        for key in values[0]:
+            means[key] = _mean([value[key] for value in values])
+        return means
     if isinstance(values[0], list | tuple):
         return [_mean(list(items)) for items in zip(*values, strict=True)]
     return sum(values) / len(values)

@@ -15,16 +15,16 @@ from lightning.pytorch.loggers import CSVLogger
 
 def early_stopping(bench: Bench) -> Any:
     stop = lightning_callbacks.EarlyStopping("val_loss", patience=1, min_delta=0.1)
-    found = bench.fit(validate=True, max_epochs=10, callbacks=[stop])
-    return {**found, "stopped": stop.stopped_epoch, "best": float(stop.best_score)}
+    outcome = bench.fit(validate=True, max_epochs=10, callbacks=[stop])
+    return {**outcome, "stopped": stop.stopped_epoch, "best": float(stop.best_score)}
 
 
 def early_stopping_on_the_training_loss(bench: Bench) -> Any:
     stop = lightning_callbacks.EarlyStopping(
         "train_loss", patience=0, min_delta=0.05, check_on_train_epoch_end=True
     )
-    found = bench.fit(max_epochs=10, callbacks=[stop])
-    return {**found, "stopped": stop.stopped_epoch}
+    outcome = bench.fit(max_epochs=10, callbacks=[stop])
+    return {**outcome, "stopped": stop.stopped_epoch}
 
 
 def learning_rate_monitor(bench: Bench) -> Any:
@@ -38,10 +38,10 @@ def learning_rate_monitor(bench: Bench) -> Any:
     monitor = lightning_callbacks.LearningRateMonitor(
         "step", log_momentum=True, log_weight_decay=True
     )
-    found = bench.fit(
+    outcome = bench.fit(
         Scheduled, callbacks=[monitor], logger=CSVLogger(bench.root), log_every_n_steps=1
     )
-    return {**found, "rates": monitor.lrs}
+    return {**outcome, "rates": monitor.lrs}
 
 
 def weight_averaging(bench: Bench) -> Any:
@@ -206,7 +206,7 @@ def progress_bars_and_summaries(bench: Bench) -> Any:
         lightning_callbacks.RichModelSummary(max_depth=2),
         lightning_callbacks.DeviceStatsMonitor(cpu_stats=True),
     ]
-    found = bench.fit(
+    outcome = bench.fit(
         validate=True,
         callbacks=bars,
         enable_progress_bar=True,
@@ -222,7 +222,7 @@ def progress_bars_and_summaries(bench: Bench) -> Any:
         enable_progress_bar=True,
         enable_model_summary=True,
     )
-    return {"rich": found, "plain": plain}
+    return {"rich": outcome, "plain": plain}
 
 
 def profiled(bench: Bench) -> Any:
@@ -238,10 +238,10 @@ def profiled(bench: Bench) -> Any:
                 (named(name), len(times)) for name, times in profiler.recorded_durations.items()
             )
     profiler = profilers.PyTorchProfiler(dirpath=bench.root, filename="torch")
-    found = bench.fit(profiler=profiler, limit_train_batches=2)
+    outcome = bench.fit(profiler=profiler, limit_train_batches=2)
     return {
-        **found,
-        "files": sorted({named(Path(name).name.split(".")[0]) for name in found["files"]}),
+        **outcome,
+        "files": sorted({named(Path(name).name.split(".")[0]) for name in outcome["files"]}),
         "ran": actions,
     }
 
@@ -252,10 +252,10 @@ def timer_and_throughput(bench: Bench) -> Any:
         batch_size_fn=lambda batch: len(batch[0]), window_size=2
     )
     logger = CSVLogger(bench.root, name="throughput")
-    found = bench.fit(
+    outcome = bench.fit(
         max_epochs=2, callbacks=[timer, throughput], logger=logger, log_every_n_steps=2
     )
-    return {**found, "timed": timer.time_elapsed("train") > 0}
+    return {**outcome, "timed": timer.time_elapsed("train") > 0}
 
 
 def lambda_callback(bench: Bench) -> Any:
@@ -281,8 +281,8 @@ def configure_callbacks(bench: Bench) -> Any:
 
 def learning_rate_finder(bench: Bench) -> Any:
     finder = lightning_callbacks.LearningRateFinder(min_lr=1e-3, max_lr=0.5, num_training_steps=12)
-    found = bench.fit(callbacks=[finder], max_epochs=3)
-    return {**found, "suggested": finder.optimal_lr.suggestion(skip_begin=2, skip_end=1)}
+    outcome = bench.fit(callbacks=[finder], max_epochs=3)
+    return {**outcome, "suggested": finder.optimal_lr.suggestion(skip_begin=2, skip_end=1)}
 
 
 learning_rate_finder.reference = "plain"  # DDP's ranks look at their own losses

@@ -19,10 +19,10 @@ def top_k_by_metric(bench: Bench) -> Any:
         filename="{epoch}-{step}",
         save_last=True,
     )
-    found = bench.fit(validate=True, max_epochs=4, callbacks=[keep], enable_checkpointing=True)
+    outcome = bench.fit(validate=True, max_epochs=4, callbacks=[keep], enable_checkpointing=True)
     best = {Path(path).name: float(score) for path, score in keep.best_k_models.items()}
     return {
-        **found,
+        **outcome,
         "best": best,
         "path": Path(keep.best_model_path).name,
         "last": Path(keep.last_model_path).name,
@@ -47,7 +47,7 @@ def best_checkpoint_is_tested(bench: Bench) -> Any:
         bench.trainer(max_epochs=3, callbacks=[keep], enable_checkpointing=True),
     )
     trainer.fit(module, bench.loader(), bench.evaluation_loader(16, 4))
-    found = bench.outcome(trainer, module)
+    outcome = bench.outcome(trainer, module)
     tested = trainer.test(
         dataloaders=bench.evaluation_loader(16, 5),
         ckpt_path="best",
@@ -57,7 +57,7 @@ def best_checkpoint_is_tested(bench: Bench) -> Any:
     validated = trainer.validate(
         module, bench.evaluation_loader(16, 4), ckpt_path=keep.best_model_path, verbose=False
     )
-    return {**found, "tested": tested, "validated": validated}
+    return {**outcome, "tested": tested, "validated": validated}
 
 
 class Scheduled(Net):

@@ -51,12 +51,14 @@ class Module(pl.LightningDataModule):
 
 
 def data_module(bench: Bench) -> Any:
-    module, data, trainer = bench.module(), Module(bench), bench.trainer(max_epochs=2)
+    module = bench.module()
+    data = Module(bench)
+    trainer = bench.trainer(max_epochs=2)
     trainer.fit(module, datamodule=data)
-    found = bench.outcome(trainer, module)
-    found["tested"] = trainer.test(module, datamodule=data, verbose=False)
-    found["predicted"] = trainer.predict(module, datamodule=data)
-    return {**found, "calls": data.calls}
+    outcome = bench.outcome(trainer, module)
+    outcome["tested"] = trainer.test(module, datamodule=data, verbose=False)
+    outcome["predicted"] = trainer.predict(module, datamodule=data)
+    return {**outcome, "calls": data.calls}
 
 
 def loaders_of_the_module(bench: Bench) -> Any:
@@ -190,7 +192,7 @@ def batches_of_other_types(bench: Bench) -> Any:
             x=torch.stack([row[0] for row in rows]), y=torch.stack([row[1] for row in rows])
         )
 
-    found = {}
+    results = {}
     for name, kind in {
         "dataclass": Pair,
         "tuple": namedtuple("Point", "x y"),
@@ -202,8 +204,8 @@ def batches_of_other_types(bench: Bench) -> Any:
             for s in (3, 4)
         ]
         trainer.fit(module, *loaders)
-        found[name] = bench.outcome(trainer, module)
-    return found
+        results[name] = bench.outcome(trainer, module)
+    return results
 
 
 def transfer_hooks(bench: Bench) -> Any:

@@ -202,10 +202,10 @@ def weights_read_while_built(bench: Bench) -> Any:
     FromFile.path = Path(ordinary_file(bench))
     module, trainer = built(FromFile), bench.trainer()
     trainer.fit(module, loader(bench))
-    found = bench.outcome(trainer, module)
+    outcome = bench.outcome(trainer, module)
     untrained = bench.trainer().validate(built(FromFile), loader(bench, 12, 7), verbose=False)
     return {
-        "fit": found,
+        "fit": outcome,
         "untrained": untrained,
         "predicted": trainer.predict(module, loader(bench, 12, 7)),
     }
@@ -216,7 +216,9 @@ def checkpoints_read_after_training(bench: Bench) -> Any:
 
     Batches of 13 rows and of 9 are of different shapes, or numbers, on the ranks."""
     plan: dict[str, Any] = {"plan": {"memory_limit": 4.0e5}} if bench.is_alpa else {}
-    module, trainer, path = built(), bench.trainer(**plan), ordinary_file(bench)
+    module = built()
+    trainer = bench.trainer(**plan)
+    path = ordinary_file(bench)
     trainer.fit(module, loader(bench))
     if bench.is_alpa:
         assert trainer.strategy.run is not None

@@ -15,11 +15,11 @@ from lightning.pytorch.callbacks import BasePredictionWriter
 def validate_test_predict_after_fit(bench: Bench) -> Any:
     module, trainer = bench.module(), bench.trainer(max_epochs=2)
     trainer.fit(module, bench.loader(), bench.evaluation_loader(16, 4))
-    found = bench.outcome(trainer, module)
+    outcome = bench.outcome(trainer, module)
     validated = trainer.validate(module, bench.evaluation_loader(16, 4), verbose=False)
     tested = trainer.test(module, bench.evaluation_loader(16, 5), verbose=False)
     return {
-        **found,
+        **outcome,
         "validated": validated,
         "tested": tested,
         "predicted": trainer.predict(module, bench.evaluation_loader(16, 6)),
@@ -51,14 +51,14 @@ def several_validation_loaders(bench: Bench) -> Any:
     trainer.fit(
         module, bench.loader(), [bench.evaluation_loader(16, 4), bench.evaluation_loader(24, 5)]
     )
-    found = bench.outcome(trainer, module)
+    outcome = bench.outcome(trainer, module)
     tested = trainer.test(
         module, [bench.evaluation_loader(16, 4), bench.evaluation_loader(8, 5)], verbose=False
     )
     predicted = trainer.predict(
         module, [bench.evaluation_loader(16, 4), bench.evaluation_loader(8, 5)]
     )
-    return {**found, "tested": tested, "predicted": predicted}
+    return {**outcome, "tested": tested, "predicted": predicted}
 
 
 def nested_predictions(bench: Bench) -> Any:
@@ -130,9 +130,9 @@ def outputs_reach_the_hooks(bench: Bench) -> Any:
 
     module, trainer = bench.module(Collects), bench.trainer(max_epochs=2)
     trainer.fit(module, bench.loader(), bench.evaluation_loader(16, 4))
-    found = bench.outcome(trainer, module)
+    outcome = bench.outcome(trainer, module)
     return {
-        **found,
+        **outcome,
         "validated": trainer.validate(module, bench.evaluation_loader(16, 4), verbose=False),
     }
 
@@ -140,8 +140,8 @@ def outputs_reach_the_hooks(bench: Bench) -> Any:
 def smaller_last_evaluation_batch(bench: Bench) -> Any:
     module, trainer = bench.module(), bench.trainer()
     trainer.fit(module, bench.loader(), bench.evaluation_loader(22, 4))
-    found = bench.outcome(trainer, module)
-    return {**found, "predicted": trainer.predict(module, bench.evaluation_loader(22, 6))}
+    outcome = bench.outcome(trainer, module)
+    return {**outcome, "predicted": trainer.predict(module, bench.evaluation_loader(22, 6))}
 
 
 def values_that_python_needs(bench: Bench) -> Any:
@@ -158,8 +158,8 @@ def values_that_python_needs(bench: Bench) -> Any:
 
     module, trainer = bench.module(Looks), bench.trainer(max_epochs=2)
     trainer.fit(module, bench.loader(), bench.evaluation_loader(16, 4))
-    found = bench.outcome(trainer, module)
-    return {**found, "predicted": trainer.predict(module, bench.evaluation_loader(16, 6))}
+    outcome = bench.outcome(trainer, module)
+    return {**outcome, "predicted": trainer.predict(module, bench.evaluation_loader(16, 6))}
 
 
 def training_mode_comes_back(bench: Bench) -> Any:
@@ -236,7 +236,7 @@ def outputs_kept_in_lists(bench: Bench) -> Any:
 
 
 def sums_and_counts_of_outputs(bench: Bench) -> Any:
-    """A rank's hooks see the sums over its own rows, and how many they are."""
+    """A rank's hooks see the sums over its local samples, and how many they are."""
 
     class Sums(Net):
         def __init__(self) -> None:

@@ -89,8 +89,13 @@ class Habitual(Net):
         return HABITS[self.habit](self, super().training_step(batch, batch_idx), batch_idx)
 
 
+def plain_tensor(value: Any) -> Any:
+    """Return a tensor of a subclass as a plain one, and any other value as it is."""
+    return torch.as_tensor(value) if isinstance(value, Tensor) else value
+
+
 def outcome_of(name: str, kind: str, root: str) -> dict[str, Any]:
-    """The weights, what was said, and what lies in all the containers, after one epoch."""
+    """The weights, what was said, and what is in all the containers, after one epoch."""
     lists: list[Any] = [Own.items, Store.items, METER.values, METERS["loss"].values, meters.ITEMS]
     for each in (*lists, METER.by_name):
         each.clear()
@@ -115,7 +120,7 @@ def outcome_of(name: str, kind: str, root: str) -> dict[str, Any]:
         "weights": {key: value.clone() for key, value in module.state_dict().items()},
         "said": [line for line in said.getvalue().splitlines() if not line.startswith("alpa:")],
         "warned": warned,
-        "held": [[torch.as_tensor(v) if isinstance(v, Tensor) else v for v in x] for x in lists],
+        "held": [list(map(plain_tensor, items)) for items in lists],
         "by name": dict(METER.by_name),
         "count": Store.count,
         "lines": lines.read_text() if lines.exists() else "",
@@ -124,25 +129,25 @@ def outcome_of(name: str, kind: str, root: str) -> dict[str, Any]:
 
 def outcomes(kind: str, root: str) -> dict[str, dict[str, Any]]:
     """Of every habit, on this rank."""
-    found = {}
+    results = {}
     for number, name in enumerate(HABITS):
         folder = Path(root) / str(number)
         folder.mkdir(exist_ok=True)
-        found[name] = outcome_of(name, kind, str(folder))
+        results[name] = outcome_of(name, kind, str(folder))
     torch.set_default_dtype(torch.float32)
-    return found
+    return results
 
 
 def refusals(root: str) -> dict[str, str]:
-    """What a pipeline, which cannot run a step as it is written, says to every habit."""
-    found = {}
+    """Habit -> the error of a pipeline, which has no eager steps."""
+    results = {}
     for name in HABITS:
         Habitual.habit = name
         bench = Bench("pipelined", root)
         try:
             bench.trainer().fit(bench.module(Habitual), bench.loader())
-            found[name] = "trained"
+            results[name] = "trained"
         except Exception as error:
-            found[name] = f"{type(error).__name__}: {error}"
+            results[name] = f"{type(error).__name__}: {error}"
     torch.set_default_dtype(torch.float32)
-    return found
+    return results

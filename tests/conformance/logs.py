@@ -22,15 +22,20 @@ class Everything(pl.Callback):
 
     def _look(self, trainer: pl.Trainer, *unused: Any) -> None:
         kinds = ("callback_metrics", "logged_metrics", "progress_bar_metrics")
-        self.seen.append({k: {n: float(v) for n, v in getattr(trainer, k).items()} for k in kinds})
+        metrics = {}
+        for kind in kinds:
+            metrics[kind] = {name: float(v) for name, v in getattr(trainer, kind).items()}
+        self.seen.append(metrics)
 
     on_train_batch_end = on_train_epoch_end = on_validation_end = _look
 
 
 def fit_and_look(bench: Bench, kind: type[Net], **arguments: Any) -> Any:
     seen = Everything()
-    found = bench.fit(kind, callbacks=[seen], log_every_n_steps=2, **{"max_epochs": 2, **arguments})
-    return {**found, "seen": seen.seen}
+    outcome = bench.fit(
+        kind, callbacks=[seen], log_every_n_steps=2, **{"max_epochs": 2, **arguments}
+    )
+    return {**outcome, "seen": seen.seen}
 
 
 def log_with_every_argument(bench: Bench) -> Any:
@@ -96,7 +101,7 @@ def logs_of_validation(bench: Bench) -> Any:
             x, y = batch
             rows = F.mse_loss(self.net(x), y, reduction="none").mean(1)
             loss = rows.mean()
-            # What is logged is the whole batch's: it is DDP's where the step reduces rows as
+            # What is logged is the global batch's: it is DDP's where the step reduces rows as
             # `reduce_fx` does ranks.
             for name in ("min", "max", "sum", "mean"):
                 self.log(name, getattr(rows, name)(), reduce_fx=name, sync_dist=True)
@@ -113,7 +118,7 @@ def logs_of_one_rank(bench: Bench) -> Any:
     """Without `sync_dist` DDP logs what each rank sees, and alpa the mean over the ranks when the
     loader ends.
     """
-    found = []
+    results = []
 
     class Logs(Net):
         def validation_step(self, batch: Any, batch_idx: int) -> Any:
@@ -121,10 +126,10 @@ def logs_of_one_rank(bench: Bench) -> Any:
             self.log("first", float(self.global_rank + 1), rank_zero_only=True)
 
         def on_validation_epoch_end(self) -> None:
-            found.append(sorted(self.trainer.callback_metrics))
+            results.append(sorted(self.trainer.callback_metrics))
 
     outcome = bench.fit(Logs, validate=True)
-    return {**outcome, "metrics": Mean(outcome["metrics"]), "found": found}
+    return {**outcome, "metrics": Mean(outcome["metrics"]), "found": results}
 
 
 def logs_of_hooks(bench: Bench) -> Any:
@@ -282,7 +287,9 @@ def csv_logger(bench: Bench) -> Any:
         (bench.root / "logs/version_0/metrics.csv").read_text() if trainer.is_global_zero else "\n"
     )
     header, *lines = (line.split(",") for line in text.splitlines())
-    rows = [{k: float(v) for k, v in zip(header, line, strict=True) if v} for line in lines]
+    rows = []
+    for line in lines:
+        rows.append({k: float(v) for k, v in zip(header, line, strict=True) if v})
     hparams = (
         (bench.root / "logs/version_0/hparams.yaml").read_text() if trainer.is_global_zero else ""
     )

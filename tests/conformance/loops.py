@@ -59,8 +59,8 @@ def hooks_in_order_with_accumulation(bench: Bench) -> Any:
 
 def sanity_check_and_val_check_interval(bench: Bench) -> Any:
     seen = Validations()
-    found = bench.fit(validate=True, max_epochs=2, val_check_interval=0.5, callbacks=[seen])
-    return {**found, "validations": seen.seen}
+    outcome = bench.fit(validate=True, max_epochs=2, val_check_interval=0.5, callbacks=[seen])
+    return {**outcome, "validations": seen.seen}
 
 
 def validation_every_few_batches_and_epochs(bench: Bench) -> Any:
@@ -92,10 +92,10 @@ def limited_batches(bench: Bench) -> Any:
         max_epochs=2,
     )
     trainer.fit(module, bench.loader(), bench.evaluation_loader(16, 4))
-    found = bench.outcome(trainer, module)
+    outcome = bench.outcome(trainer, module)
     tested = trainer.test(module, bench.evaluation_loader(16, 5), verbose=False)
     return {
-        **found,
+        **outcome,
         "tested": tested,
         "predicted": trainer.predict(module, bench.evaluation_loader(16, 6)),
     }
@@ -193,7 +193,7 @@ def activation_checkpointing_in_the_module(bench: Bench) -> Any:
 
 
 def compiled_parts_of_the_module(bench: Bench) -> Any:
-    """What is compiled runs as it is written; the strategy's own program takes its place."""
+    """A captured step takes the place of the compiled module, which is not compiled again."""
 
     class Compiled(Net):
         def __init__(self) -> None:

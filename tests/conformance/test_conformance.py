@@ -43,17 +43,17 @@ def run_behaviour(name: str, kind: str, root: str) -> Any:
 @pytest.fixture(scope="session")
 def reference(pool, tmp_path_factory):
     """Outcomes of the behaviours under "ddp" (or in one process), computed once."""
-    found: dict[str, list[Any]] = {}
+    results: dict[str, list[Any]] = {}
 
     def get(name: str) -> list[Any]:
-        if name not in found:
+        if name not in results:
             kind = "plain" if name in AGAINST_ONE_PROCESS else "ddp"
             root = str(tmp_path_factory.mktemp(kind))
             ranks = 1 if kind == "plain" else RANKS
-            found[name] = pool.run(
+            results[name] = pool.run(
                 ranks, run_behaviour, name, kind, root, init_group=kind != "plain"
             )
-        return found[name]
+        return results[name]
 
     return get
 
@@ -71,5 +71,5 @@ CASES = [
 @pytest.mark.parametrize(("name", "kind"), CASES)
 def test_same_as_ddp(pool, reference, tmp_path, name: str, kind: str) -> None:
     expected = reference(name)
-    found = pool.run(RANKS, run_behaviour, name, kind, str(tmp_path))
-    assert not differences(expected, found)
+    per_rank = pool.run(RANKS, run_behaviour, name, kind, str(tmp_path))
+    assert not differences(expected, per_rank)

@@ -78,8 +78,8 @@ def test_a_class_with_options_in_a_yaml_file(pool, tmp_path: Path) -> None:
         "{parallel: zero3, cluster: pcie_8gpu, verbose: false, placements: {net.2.weight: R*}}"
     )
     path = config(tmp_path, f"{{class_path: alpa_strategy.AlpaStrategy, init_args: {options}}}")
-    found = pool.run(2, run_cli, str(path))
-    assert found == [("AlpaStrategy", ("zero3", None, (("net.2.weight", "R*"),)))] * 2
+    per_rank = pool.run(2, run_cli, str(path))
+    assert per_rank == [("AlpaStrategy", ("zero3", None, (("net.2.weight", "R*"),)))] * 2
     pipelined = [
         "--trainer.strategy.parallel=auto",
         "--trainer.strategy.num_stages=2",

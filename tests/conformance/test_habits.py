@@ -14,17 +14,19 @@ def both(pool, tmp_path_factory):
     """Outcomes of all habits by rank, under DDP and here."""
     folders = [str(tmp_path_factory.mktemp(kind)) for kind in ("ddp", "alpa")]
     expected = pool.run(RANKS, outcomes, "ddp", folders[0], timeout=300)
-    found = pool.run(RANKS, outcomes, "alpa", folders[1], timeout=500)
-    return expected, found
+    per_rank = pool.run(RANKS, outcomes, "alpa", folders[1], timeout=500)
+    return expected, per_rank
 
 
 @pytest.mark.parametrize("name", HABITS)
 def test_as_under_ddp(both, name: str) -> None:
-    expected, found = ([rank[name] for rank in kind] for kind in both)
-    assert not differences(expected, found)
+    under_ddp, under_alpa = both
+    expected = [rank[name] for rank in under_ddp]
+    results = [rank[name] for rank in under_alpa]
+    assert not differences(expected, results)
     is_seen = ("said", "warned", "lines", "count", "by name")
-    kept = any(expected[0]["held"]) or any(expected[0][key] for key in is_seen)
-    assert kept or name == "text that decides"
+    effects = [any(expected[0]["held"]), *(expected[0][key] for key in is_seen)]
+    assert any(effects) or name == "text that decides"
 
 
 def test_a_pipeline_refuses_by_the_line(pool, tmp_path) -> None:

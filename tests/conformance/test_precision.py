@@ -157,13 +157,13 @@ def train(
 @pytest.fixture(scope="session")
 def ddp(pool, tmp_path_factory):
     """DDP's runs by precision, computed once."""
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
 
     def get(precision: str) -> Any:
-        if precision not in found:
+        if precision not in results:
             root = str(tmp_path_factory.mktemp("ddp"))
-            found[precision] = pool.run(2, train, "Tiny", None, precision, root)[0]
-        return found[precision]
+            results[precision] = pool.run(2, train, "Tiny", None, precision, root)[0]
+        return results[precision]
 
     return get
 

@@ -145,8 +145,8 @@ def fit(name: str, kind: str, root: str) -> tuple[str, int]:
 @pytest.mark.parametrize("kind", ["alpa", "pipelined"])
 @pytest.mark.parametrize("module", REFUSED, ids=lambda m: m.__name__)
 def test_one_clear_error(pool, tmp_path, module: type[Net], kind: str) -> None:
-    found = pool.run(RANKS, fit, module.__name__, kind, str(tmp_path))
-    for text, steps in found:
+    per_rank = pool.run(RANKS, fit, module.__name__, kind, str(tmp_path))
+    for text, steps in per_rank:
         assert REFUSED[module] in text
         assert "What to do" in text
         assert steps == 0
@@ -193,11 +193,11 @@ class Communicates(Net):
 
 
 def texts_of_communication(root: str) -> dict[str, str]:
-    found = {}
+    results = {}
     for how in COMMUNICATE:
         Communicates.how = how
-        found[how], _ = fit("Communicates", "alpa", root)
-    return found
+        results[how], _ = fit("Communicates", "alpa", root)
+    return results
 
 
 def test_communication_in_the_step(pool, tmp_path) -> None:

@@ -72,7 +72,7 @@ def test_an_op_that_does_not_run_alone_gives_no_time():
     assert time_in_order([replace(calls[0], call=broken)], torch.device("cpu")) is None
 
 
-def test_an_optimizers_python_is_timed_and_is_no_part_of_what_it_is():
+def test_an_optimizers_python_time_is_in_no_key():
     parameter = torch.nn.Parameter(torch.zeros(4))
     info = inspect_optimizer(torch.optim.Adam([parameter]))
 

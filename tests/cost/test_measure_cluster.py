@@ -28,13 +28,13 @@ QUICK = {"sizes_bytes": (1024, 65536), "budget_seconds": 0.05}
 
 @pytest.mark.parametrize("shape", [(2,), (3,), (2, 2)])
 def test_every_rank_finds_the_same_times_for_every_axis(shape: tuple[int, ...]):
-    found = run_on_threads(shape, lambda mesh: measure_collectives(mesh, **QUICK))
-    assert all(tables == found[0] for tables in found)
+    per_rank = run_on_threads(shape, lambda mesh: measure_collectives(mesh, **QUICK))
+    assert all(tables == per_rank[0] for tables in per_rank)
     strides = {(2,): [1], (3,): [1], (2, 2): [2, 1]}[shape]
-    assert {(t.kind, t.size, t.stride) for t in found[0]} == {
+    assert {(t.kind, t.size, t.stride) for t in per_rank[0]} == {
         (kind, size, stride) for kind in KINDS for size, stride in zip(shape, strides, strict=True)
     }
-    for table in found[0]:
+    for table in per_rank[0]:
         sizes = [num_bytes for num_bytes, _ in table.points]
         assert len(sizes) == 2
         assert sizes == sorted(sizes)
@@ -52,10 +52,10 @@ def test_an_axis_of_one_device_is_not_measured():
 @pytest.mark.parametrize("shape", [(1,), (2,), (2, 2)])
 def test_every_rank_finds_the_same_slowdown(shape: tuple[int, ...]):
     """On threads that share this machine's cores: nothing is ever faster together."""
-    found = run_on_threads(shape, lambda mesh: measure_slowdown(mesh, seconds=0.02))
-    assert all(slowdown == found[0] for slowdown in found)
-    assert found[0] >= 1
-    assert shape != (1,) or found[0] == 1
+    per_rank = run_on_threads(shape, lambda mesh: measure_slowdown(mesh, seconds=0.02))
+    assert all(slowdown == per_rank[0] for slowdown in per_rank)
+    assert per_rank[0] >= 1
+    assert shape != (1,) or per_rank[0] == 1
 
 
 def test_the_budget_leaves_out_large_sizes():
@@ -71,7 +71,7 @@ def test_the_budget_leaves_out_large_sizes():
 
 
 class Meshes:
-    """Meshes among the threads of one `run_on_threads`: of each shape that measuring asks for, this
+    """Meshes among the threads of one `run_on_threads`: of each shape that measuring requests, this
     thread's.
     """
 

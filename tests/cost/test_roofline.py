@@ -102,7 +102,9 @@ def test_flops_by_hand(made: OpCall, flops: float):
 
 
 def test_attention_flops_and_its_causal_half():
-    q, k, v = tensor(2, 4, 16, 8), tensor(2, 4, 32, 8), tensor(2, 4, 32, 8)
+    q = tensor(2, 4, 16, 8)
+    k = tensor(2, 4, 32, 8)
+    v = tensor(2, 4, 32, 8)
     whole = call(aten.scaled_dot_product_attention.default, q, k, v)
     assert op_flops(whole) == 2 * 2 * 4 * 16 * 32 * (8 + 8)
     for causal in (
@@ -194,7 +196,7 @@ def test_views_cost_nothing(made: OpCall):
     assert RooflineCosts(replace(DEVICE, launch_seconds=1.0)).op_seconds(made) == (0.0, 0.0)
 
 
-def test_taking_a_part_is_free_forward_and_fills_the_whole_backward():
+def test_slicing_is_free_forward_and_writes_all_backward():
     forward, backward = RooflineCosts(DEVICE).op_seconds(
         call(aten.slice.Tensor, tensor(64, 4), 0, 0, 2)
     )
@@ -289,7 +291,7 @@ def test_other_shapes_are_scaled_as_their_neighbours_were():
         assert 3 * low * (1 - 1e-9) <= found[1] / backward <= 3 * high * (1 + 1e-9)
 
 
-def test_a_part_of_a_measured_call_is_scaled_as_that_one_not_as_others_of_its_size():
+def test_a_shard_is_scaled_from_the_measurement_of_its_own_call():
     """Others had made half of a convolution's rows cost more than all of them, and a plan compute
     it on every rank.
     """

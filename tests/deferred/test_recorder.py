@@ -22,7 +22,8 @@ CPU = torch.device("cpu")
 
 def uninitialised(module: nn.Module, recorder: Recorder) -> list[str]:
     tensors = (*module.named_parameters(), *module.named_buffers())
-    return [name for name, tensor in tensors if tensor.is_meta and not recorder.is_deferred(tensor)]
+    on_meta = [(name, tensor) for name, tensor in tensors if tensor.is_meta]
+    return [name for name, tensor in on_meta if not recorder.is_deferred(tensor)]
 
 
 class Block(nn.Module):
@@ -137,11 +138,11 @@ def build(make, min_bytes):
 
 def assert_equal(plain: nn.Module, deferred: nn.Module, recorder: Recorder) -> None:
     expected = {**dict(plain.named_parameters()), **dict(plain.named_buffers())}
-    found = {**dict(deferred.named_parameters()), **dict(deferred.named_buffers())}
-    assert expected.keys() == found.keys()
+    results = {**dict(deferred.named_parameters()), **dict(deferred.named_buffers())}
+    assert expected.keys() == results.keys()
     before = torch.get_rng_state()
     for name in reversed(expected):  # in any order
-        value = recorder.whole(found[name].detach())
+        value = recorder.whole(results[name].detach())
         assert value.dtype == expected[name].dtype, name
         assert torch.equal(value, expected[name]), name
     assert torch.equal(torch.get_rng_state(), before)
@@ -263,7 +264,7 @@ def test_changes_that_were_recorded_are_not_taken_for_others() -> None:
 
 
 @pytest.mark.parametrize("built_on", ["cpu", "meta"])
-def test_a_module_that_moves_knows_its_device_whether_it_has_memory_or_not(built_on: str) -> None:
+def test_a_deferred_module_knows_the_device_it_moves_to(built_on: str) -> None:
     module = LightningModule()
     module.layer = nn.Linear(2, 2, device=built_on)
     assert module.device == CPU

@@ -1,5 +1,5 @@
-"""Steps that no graph can hold train as they are written: as under DDP, to the last digits, and the
-user is told.
+"""Steps that cannot be captured train in eager mode: as under DDP to the last digits, with a note
+in the log.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from conformance.bench import differences
+from eager import programs
+from eager.programs import PROGRAMS
 from quiet import QUIET
 from worker_pool import WorkerError
-from written import programs
-from written.programs import PROGRAMS
 
 from alpa_strategy import AlpaStrategy, ClusterSpec
 from alpa_strategy.capture.python_state import patched
@@ -34,7 +34,7 @@ RANKS = 2
 
 
 class Watch(pl.Callback):
-    """What each step logs, and that the run is as written."""
+    """Stores the metrics of each step, and whether the run is eager."""
 
     def __init__(self) -> None:
         self.metrics: list[dict[str, float]] = []
@@ -113,9 +113,12 @@ class Said(logging.Handler):
 
 def check_equal(expected: list[Any], found: list[Any]) -> None:
     parts = ("weights", "buffers", "metrics", "steps")
-    of_both = [
-        [{part: rank[part] for part in parts} for rank in each] for each in (expected, found)
-    ]
+    of_both = []
+    for each in (expected, found):
+        compared = []
+        for rank in each:
+            compared.append({part: rank[part] for part in parts})
+        of_both.append(compared)
     assert not differences(*of_both)
     for key, value in found[0]["weights"].items():
         assert torch.equal(value, found[1]["weights"][key]), key
@@ -131,12 +134,12 @@ def check_written(name: str, found: list[Any]) -> None:
 @pytest.fixture(scope="session")
 def under_ddp(pool, tmp_path_factory):
     """Outcomes under "ddp", computed once."""
-    found: dict[str, list[Any]] = {}
+    results: dict[str, list[Any]] = {}
 
     def get(name: str) -> list[Any]:
-        if name not in found:
-            found[name] = pool.run(RANKS, train, name, "ddp", str(tmp_path_factory.mktemp("ddp")))
-        return found[name]
+        if name not in results:
+            results[name] = pool.run(RANKS, train, name, "ddp", str(tmp_path_factory.mktemp("ddp")))
+        return results[name]
 
     return get
 
@@ -172,18 +175,18 @@ AT_OTHER_MOMENTS = {
     *("SparseTablesBySgd", "SetsItsGradients"),
 }
 CASES_IN_SHARDS = [("zero3", name) for name in IN_SHARDS]
-CASES_IN_SHARDS += [
-    pytest.param("zero2", name, marks=() if name in AT_OTHER_MOMENTS else pytest.mark.slow)
-    for name in IN_SHARDS
-]
+for _name in IN_SHARDS:
+    _marks = () if _name in AT_OTHER_MOMENTS else pytest.mark.slow
+    CASES_IN_SHARDS.append(pytest.param("zero2", _name, marks=_marks))
 
 
 @pytest.mark.parametrize(("parallel", "name"), CASES_IN_SHARDS)
-def test_in_shards_as_under_ddp(pool, under_ddp, tmp_path, name: str, parallel: str) -> None:
-    found = pool.run(RANKS, train, name, "alpa", str(tmp_path), parallel)
-    check_equal(under_ddp(name), found)
-    check_written(name, found)
-    assert all(any(mode[0] in "SG" for mode in rank["modes"].values()) for rank in found)
+def test_sharded_as_under_ddp(pool, under_ddp, tmp_path, name: str, parallel: str) -> None:
+    per_rank = pool.run(RANKS, train, name, "alpa", str(tmp_path), parallel)
+    check_equal(under_ddp(name), per_rank)
+    check_written(name, per_rank)
+    for rank in per_rank:
+        assert any(mode[0] in "SG" for mode in rank["modes"].values())
 
 
 def gatherings(root: str, memory: float) -> list[int]:
@@ -246,9 +249,7 @@ def warnings_of_nan(parallel: str, folder: str) -> int:
     return sum("the first loss is nan" in str(each.message) for each in said)
 
 
-def test_what_is_reached_past_its_module_has_no_values_in_shards_and_that_is_said(
-    pool, tmp_path
-) -> None:
+def test_parameters_read_outside_their_module_are_refused_when_sharded(pool, tmp_path) -> None:
     assert pool.run(RANKS, warnings_of_nan, "zero3", str(tmp_path)) == [1, 0]
     assert pool.run(RANKS, warnings_of_nan, "data", str(tmp_path)) == [0, 0]
 
@@ -272,24 +273,24 @@ MADE_AGAIN = [
 
 @pytest.mark.parametrize("parallel", ["data", "zero3"])
 @pytest.mark.parametrize("name", MADE_AGAIN)
-def test_made_again_as_under_ddp(pool, under_ddp, tmp_path, name: str, parallel: str) -> None:
-    """Every part of the module runs again in the backward."""
-    found = pool.run(RANKS, train, name, "alpa", str(tmp_path), parallel, ["*"])
-    check_equal(under_ddp(name), found)
-    check_written(name, found)
+def test_recomputed_as_under_ddp(pool, under_ddp, tmp_path, name: str, parallel: str) -> None:
+    """Every submodule is recomputed in the backward."""
+    per_rank = pool.run(RANKS, train, name, "alpa", str(tmp_path), parallel, ["*"])
+    check_equal(under_ddp(name), per_rank)
+    check_written(name, per_rank)
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_as_under_ddp(pool, under_ddp, tmp_path, name: str) -> None:
-    found = pool.run(RANKS, train, name, "alpa", str(tmp_path))
-    check_equal(under_ddp(name), found)
-    check_written(name, found)
-    assert [len(rank["said"]) for rank in found] == [1, 0]
+    per_rank = pool.run(RANKS, train, name, "alpa", str(tmp_path))
+    check_equal(under_ddp(name), per_rank)
+    check_written(name, per_rank)
+    assert [len(rank["said"]) for rank in per_rank] == [1, 0]
 
 
 def test_names_that_are_not_computed_with_stay_captured(pool, tmp_path) -> None:
-    found = pool.run(RANKS, train, "LooksAtNames", "alpa", str(tmp_path))
-    assert not any(rank["is_written"][0] for rank in found)
+    per_rank = pool.run(RANKS, train, "LooksAtNames", "alpa", str(tmp_path))
+    assert not any(rank["is_written"][0] for rank in per_rank)
 
 
 def captured_warnings(name: str, root: str, options: dict[str, Any]) -> list[str]:
@@ -320,9 +321,7 @@ def captured_warnings(name: str, root: str, options: dict[str, Any]) -> list[str
     [{"capture": "require"}, {"batch_scope": "rank"}, {"placements": {"*": "R*"}}],
     ids=str,
 )
-def test_where_a_step_must_be_captured_lists_of_a_ranks_rows_are_warned_of(
-    pool, tmp_path, options
-) -> None:
+def test_required_capture_warns_of_lists_of_local_samples(pool, tmp_path, options) -> None:
     (said, others) = pool.run(RANKS, captured_warnings, "CountsNames", str(tmp_path), options)
     assert len(said) == 1, said
     assert (
@@ -393,7 +392,7 @@ class Fails(pl.Callback):
 
 @pytest.mark.parametrize("uneven", [False, True], ids=["", "uneven"])
 def test_trainings_in_one_process_use_the_same_process_groups(pool, tmp_path, uneven: bool) -> None:
-    """But for those in which one that failed has left a collective under way."""
+    """But for groups in which a training that failed has left a collective in flight."""
     for first, failed, next_one in pool.run(
         RANKS, groups_after_each, str(tmp_path), uneven, init_group=False
     ):
@@ -431,7 +430,7 @@ def test_nothing_stays_of_a_training_that_failed(
 
 
 def resume(root: str) -> tuple[list[str], int]:
-    """What a run that takes up one of steps as written says, and its steps."""
+    """Return the log of a run that resumes one of eager steps, and the number of its steps."""
     said = Said()
     logging.getLogger("lightning.pytorch.utilities.rank_zero").addHandler(said)
     try:

@@ -1,6 +1,4 @@
-"""Steps as written keep the memory that they free: its pages are not asked of the system at every
-step again.
-"""
+"""Eager steps keep freed memory: its pages are not requested from the system in every step."""
 
 from __future__ import annotations
 
@@ -18,7 +16,11 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from alpa_strategy import AlpaStrategy
 
-ROWS, WIDTH, LAYERS, STEPS = 512, 4096, 6, 24  # activations of 8 MB
+# activations of 8 MB
+ROWS = 512
+WIDTH = 4096
+LAYERS = 6
+STEPS = 24
 
 
 class Wide(pl.LightningModule):

@@ -21,7 +21,9 @@ from alpa_strategy import AlpaStrategy
 from alpa_strategy.lightning import session
 from alpa_strategy.lightning.run import Run
 
-STEPS, LENGTHS, BEGINNING = 200, 40, 10
+STEPS = 200
+LENGTHS = 40
+BEGINNING = 10
 IN_ORDER = -1  # of lengths, not at random
 
 
@@ -60,7 +62,9 @@ class Clock(pl.Callback):
     """Seconds of the run, and of what prepares its steps: in all, and after the beginning."""
 
     def __init__(self) -> None:
-        self.step, self.seconds, self.late = 0, 0.0, 0.0
+        self.step = 0
+        self.seconds = 0.0
+        self.late = 0.0
 
     def watch(self, owner: Any, name: str) -> None:
         method: Callable[..., Any] = getattr(owner, name)

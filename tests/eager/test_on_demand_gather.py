@@ -1,4 +1,4 @@
-"""Rounds of gatherings: right and without a hang whatever each rank asks for, ahead where all
+"""Rounds of gatherings: right and without a hang whatever each rank requests, ahead where all
 repeat themselves.
 """
 
@@ -13,7 +13,9 @@ import torch.distributed as dist
 
 from alpa_strategy.runtime.on_demand_gather import OnDemandGather
 
-FINISH, PAUSE, UNITS = -1, -3, 6
+FINISH = -1
+PAUSE = -3
+UNITS = 6
 
 
 class Talk:
@@ -22,7 +24,9 @@ class Talk:
     """
 
     def __init__(self, depth: int = 1) -> None:
-        self.num_started, self.ahead, self.num_under_way = 0, 0, 0
+        self.num_started = 0
+        self.ahead = 0
+        self.num_under_way = 0
         self.num_said = 0
         self.group, said = dist.new_group(), dist.new_group()
         self.on_demand = OnDemandGather(
@@ -71,11 +75,9 @@ def same_steps(depth: int) -> tuple[list[tuple[int, int]], int]:
 
 def other_steps(seed: int) -> None:
     """Each rank departs from what all do, now and then, for a step or for good."""
-    talk, common, own = (
-        Talk(seed),
-        random.Random(seed),
-        random.Random(1000 * seed + dist.get_rank()),
-    )
+    talk = Talk(seed)
+    common = random.Random(seed)
+    own = random.Random(1000 * seed + dist.get_rank())
     asked = [0]
     for _ in range(60):
         if common.random() < 0.3:

@@ -1,5 +1,5 @@
-"""Steps as written whose activations do not fit: the first blocks run again in the backward, as few
-as will do.
+"""Eager steps whose activations do not fit: the smallest number of first blocks is recomputed in
+the backward.
 """
 
 from __future__ import annotations
@@ -19,7 +19,11 @@ from worker_pool import WorkerError
 from alpa_strategy import AlpaStrategy
 from alpa_strategy.runtime.activation_checkpoint import kept_bytes
 
-RANKS, WIDTH, BLOCKS, ROWS, STEPS = 2, 16, 6, 8, 4
+RANKS = 2
+WIDTH = 16
+BLOCKS = 6
+ROWS = 8
+STEPS = 4
 
 
 class Block(nn.Module):
@@ -83,7 +87,9 @@ class Kept(pl.Callback):
 
 def train(root: str, strategy: str, options: dict[str, Any]) -> dict[str, Any]:
     torch.manual_seed(3)
-    module, kept, said = Matching().double(), Kept(), list[str]()
+    module = Matching().double()
+    kept = Kept()
+    said = list[str]()
     used: Any = (
         strategy
         if strategy == "ddp"
@@ -126,7 +132,7 @@ def check_equal(expected: list[Any], found: list[Any]) -> None:
     )
 
 
-# Under ZeRO-2 modules run again on whole parameters, as in "data".
+# Under ZeRO-2 modules are recomputed with unsharded parameters, as in "data".
 @pytest.mark.parametrize(
     "parallel", ["data", pytest.param("zero2", marks=pytest.mark.slow), "zero3"]
 )
@@ -137,21 +143,20 @@ def test_what_does_not_fit_runs_again(pool, tmp_path, parallel: str) -> None:
     assert not any(each["said"] for each in whole)
     every = whole[0]["bytes"][-1]
     limit = whole[0]["peak"] + every // 2
-    found = pool.run(
+    per_rank = pool.run(
         RANKS, train, root, "alpa", {"parallel": parallel, "memory_limit": float(limit)}
     )
     again = pool.run(RANKS, train, root, "alpa", {"parallel": parallel, "remat": True})
-    for each in (whole, found, again):
+    for each in (whole, per_rank, again):
         check_equal(expected, each)
     for rank in range(RANKS):
-        kept = found[rank]["bytes"][
-            1:
-        ]  # in the first step nobody knows what the step keeps outside of the blocks
+        # the bytes that the step saves outside of the blocks are unknown in the first step
+        kept = per_rank[rank]["bytes"][1:]
         assert max(kept) <= every // 2
         assert min(kept) > 2 * again[rank]["bytes"][-1]
-        assert found[rank]["bytes"][0] < every
+        assert per_rank[rank]["bytes"][0] < every
     assert again[0]["bytes"][-1] < every / 5
-    ((line,), nothing) = (each["said"] for each in found)
+    ((line,), nothing) = (each["said"] for each in per_rank)
     assert "of 6 modules are recomputed in it, from blocks.0 to blocks." in line
     assert not nothing
 

@@ -22,7 +22,12 @@ from worker_pool import WorkerError
 from alpa_strategy import AlpaStrategy
 from alpa_strategy.errors import OptionError
 
-WIDTH, LENGTH, CLASSES, ROWS, STEPS = 8, 5, 12, 8, 5  # rows of all ranks in a step
+# rows of all ranks in a step
+WIDTH = 8
+LENGTH = 5
+CLASSES = 12
+ROWS = 8
+STEPS = 5
 TENSOR = {"parallel": "tensor"}  # one replica of all ranks
 TWO = {"logical_mesh": (2, 2), "parallel": ("data", "tensor")}
 
@@ -30,11 +35,9 @@ TWO = {"logical_mesh": (2, 2), "parallel": ("data", "tensor")}
 class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.norm, self.up, self.down = (
-            nn.LayerNorm(WIDTH),
-            nn.Linear(WIDTH, 4 * WIDTH),
-            nn.Linear(4 * WIDTH, WIDTH),
-        )
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up = nn.Linear(WIDTH, 4 * WIDTH)
+        self.down = nn.Linear(4 * WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.down(F.gelu(self.up(self.norm(x))))
@@ -197,9 +200,9 @@ class Pair:
 
 
 class Unruly(Program):
-    """Forwards that run again in the backward, take numbers, return objects, have hooks, are frozen
-    later, and an
-    evaluation."""
+    """Forwards that are recomputed in the backward, take numbers, return objects, have hooks, are
+    frozen later, and an evaluation.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -254,7 +257,7 @@ class Watch(pl.Callback):
 def train(
     name: str, root: str, options: dict[str, Any] | None, loaders: int, arguments: dict[str, Any]
 ) -> dict:
-    """The outcome on this rank of a training with so many loaders; no options: of DDP."""
+    """Return this rank's outcome of a training with `loaders` loaders; no options: under DDP."""
     program = {
         each.__name__: each
         for each in (Program, Matches, Masked, Gan, Penalized, Unruly, Changes, Looks)
@@ -276,12 +279,21 @@ def train(
     )
     path, save = arguments.get("path"), arguments.get("save", False)
     trainer = pl.Trainer(
-        strategy=strategy, accelerator="cpu", devices=ranks, precision="64-true", callbacks=[watch],
-        max_epochs=1, max_steps=2 if save else -1, use_distributed_sampler=False, default_root_dir=root,
-        accumulate_grad_batches=arguments.get("accumulate", 1), **QUIET,
-    )  # fmt: skip
+        strategy=strategy,
+        accelerator="cpu",
+        devices=ranks,
+        precision="64-true",
+        callbacks=[watch],
+        max_epochs=1,
+        max_steps=2 if save else -1,
+        use_distributed_sampler=False,
+        default_root_dir=root,
+        accumulate_grad_batches=arguments.get("accumulate", 1),
+        **QUIET,
+    )
     val = DataLoader(TensorDataset(tokens[rank::ranks]), batch_size=4)
-    trainer.fit(module, loader, val if name == "Unruly" else None, ckpt_path=None if save else path)
+    val_loader = val if name == "Unruly" else None
+    trainer.fit(module, loader, val_loader, ckpt_path=None if save else path)
     if save:
         trainer.save_checkpoint(path)
     return {
@@ -306,19 +318,19 @@ def assert_same(found: list[dict], expected: list[dict]) -> None:
 
 @pytest.mark.parametrize("name", ["Program", "Matches", "Masked", "Gan", "Penalized", "Unruly"])
 def test_one_replica_of_two_ranks(pool, tmp_path, name):
-    found = pool.run(2, train, name, str(tmp_path), TENSOR, 2, {})
-    assert_same(found, pool.run(1, train, name, str(tmp_path), None, 1, {}))
+    per_rank = pool.run(2, train, name, str(tmp_path), TENSOR, 2, {})
+    assert_same(per_rank, pool.run(1, train, name, str(tmp_path), None, 1, {}))
     assert {
         mode[0]
-        for key, mode in found[0]["modes"].items()
+        for key, mode in per_rank[0]["modes"].items()
         if key.startswith("net") and "weight" in key
     } >= {"S"}
 
 
 @pytest.mark.parametrize("name", ["Program", "Matches", "Masked", "Gan", "Penalized", "Unruly"])
 def test_two_replicas_of_two_ranks(pool, tmp_path, name):
-    found = pool.run(4, train, name, str(tmp_path), TWO, 4, {})
-    assert_same(found, pool.run(2, train, name, str(tmp_path), None, 2, {}))
+    per_rank = pool.run(4, train, name, str(tmp_path), TWO, 4, {})
+    assert_same(per_rank, pool.run(2, train, name, str(tmp_path), None, 2, {}))
 
 
 @pytest.mark.parametrize(
@@ -341,9 +353,10 @@ def test_two_replicas_of_two_ranks(pool, tmp_path, name):
     ],
 )
 def test_whose_rows_a_replica_has(pool, tmp_path, options, loaders):
-    found = pool.run(2, train, "Program", str(tmp_path), options, loaders, {"accumulate": 2})
+    per_rank = pool.run(2, train, "Program", str(tmp_path), options, loaders, {"accumulate": 2})
     assert_same(
-        found, pool.run(loaders, train, "Program", str(tmp_path), None, loaders, {"accumulate": 2})
+        per_rank,
+        pool.run(loaders, train, "Program", str(tmp_path), None, loaders, {"accumulate": 2}),
     )
 
 

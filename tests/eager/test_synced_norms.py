@@ -1,5 +1,5 @@
-"""BatchNorm over all ranks: asked of the Trainer or of modules, as written and captured, a step is
-one device's.
+"""BatchNorm over all ranks, requested by the Trainer or by modules: eager and captured steps are
+those of one device.
 """
 
 from __future__ import annotations
@@ -15,7 +15,9 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from alpa_strategy import AlpaStrategy
 
-RANKS, ROWS, STEPS = 2, 6, 5
+RANKS = 2
+ROWS = 6
+STEPS = 5
 
 
 class Images(pl.LightningModule):
@@ -26,10 +28,17 @@ class Images(pl.LightningModule):
     def __init__(self, converted: bool) -> None:
         super().__init__()
         net = nn.Sequential(
-            nn.Conv2d(3, 4, 3, bias=False), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 5, 3, bias=False),
-            nn.BatchNorm2d(5, momentum=self.momentum), nn.Flatten(), nn.Linear(5 * 16, 6, bias=False),
-            nn.BatchNorm1d(6, affine=False), nn.Linear(6, 6, bias=False), nn.BatchNorm1d(6, track_running_stats=False),
-        )  # fmt: skip
+            nn.Conv2d(3, 4, 3, bias=False),
+            nn.BatchNorm2d(4),
+            nn.ReLU(),
+            nn.Conv2d(4, 5, 3, bias=False),
+            nn.BatchNorm2d(5, momentum=self.momentum),
+            nn.Flatten(),
+            nn.Linear(5 * 16, 6, bias=False),
+            nn.BatchNorm1d(6, affine=False),
+            nn.Linear(6, 6, bias=False),
+            nn.BatchNorm1d(6, track_running_stats=False),
+        )
         self.net = nn.SyncBatchNorm.convert_sync_batchnorm(net) if converted else net
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
@@ -57,7 +66,7 @@ class Reads(Images):
 def train(
     name: str, root: str, ranks: int, options: dict[str, Any], converted: bool, asked: bool
 ) -> Any:
-    """Final state, the losses, and whether steps ran as written."""
+    """Return the final state, the losses, and whether steps were eager."""
     torch.manual_seed(3)
     model = globals()[name](converted).double()
     rows = TensorDataset(
@@ -72,9 +81,15 @@ def train(
 
     strategy = AlpaStrategy(cluster="pcie_8gpu", verbose=False, **options)
     trainer = pl.Trainer(
-        accelerator="cpu", devices=ranks, strategy=strategy, sync_batchnorm=asked, max_epochs=2,
-        default_root_dir=root, callbacks=[Watch()], **QUIET,
-    )  # fmt: skip
+        accelerator="cpu",
+        devices=ranks,
+        strategy=strategy,
+        sync_batchnorm=asked,
+        max_epochs=2,
+        default_root_dir=root,
+        callbacks=[Watch()],
+        **QUIET,
+    )
     # A sampler of our own: the Trainer would shuffle on several ranks, and not on one.
     rank = torch.distributed.get_rank() if ranks > 1 else 0
     sampler = DistributedSampler(rows, ranks, rank, shuffle=False)
@@ -88,7 +103,7 @@ def train(
 
 
 def alone(name: str, root: str) -> Any:
-    """One device on all ranks' rows, each step's in another order, for which no mean asks."""
+    """One device on all ranks' samples, each step's in another order, for which no mean asks."""
     return train(name, root, 1, {}, False, False)[:2]
 
 
@@ -104,15 +119,15 @@ CASES = {
 def test_statistics_are_those_of_all_ranks_rows(pool, tmp_path, case: str) -> None:
     name, options, converted, asked = CASES[case]
     (state, losses), *_ = pool.run(1, alone, name, str(tmp_path / "one"))
-    found = pool.run(RANKS, train, name, str(tmp_path / "two"), RANKS, options, converted, asked)
-    for each, logged, is_written in found:
+    per_rank = pool.run(RANKS, train, name, str(tmp_path / "two"), RANKS, options, converted, asked)
+    for each, logged, is_written in per_rank:
         torch.testing.assert_close(each, state, rtol=1e-9, atol=1e-9)
         torch.testing.assert_close(logged, losses, rtol=1e-9, atol=1e-9)
         assert is_written == (options != {"capture": "require"})
 
 
 def test_a_norm_of_a_rank_alone_stays_so(pool, tmp_path) -> None:
-    """The plain BatchNorms of a step that runs as it is written, where nobody asked."""
+    """The plain BatchNorms of an eager step stay local without a request."""
     (state, _), *_ = pool.run(1, alone, "Reads", str(tmp_path / "one"))
     found, _ = pool.run(RANKS, train, "Reads", str(tmp_path / "two"), RANKS, {}, False, False)
     assert not torch.allclose(found[0]["net.1.running_var"], state["net.1.running_var"], rtol=1e-9)

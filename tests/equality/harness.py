@@ -49,15 +49,15 @@ class Recorder(pl.Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Any
     ) -> None:
         store = getattr(trainer.strategy, "store", None)
-        found = {}
+        results = {}
         for name, parameter in pl_module.named_parameters():
             grad = (
                 parameter.grad.to_dense()
                 if parameter.grad is not None
                 else torch.zeros_like(parameter)
             )
-            found[name] = (grad if store is None else store.gather_like(parameter, grad)).clone()
-        self.gradients.append(found)
+            results[name] = (grad if store is None else store.gather_like(parameter, grad)).clone()
+        self.gradients.append(results)
 
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx) -> None:
         self.losses.append(float(outputs["loss"]))
@@ -82,75 +82,120 @@ def record_model(
     num_microbatches: int = 1,
     samples: int = SAMPLES_PER_STEP,
 ) -> dict[str, Any]:
-    """Train for `steps` optimizer steps; returns losses, gradients, metrics, final weights and
-    buffers, modes used.
+    """Train for `steps` optimizer steps on this rank, and return what was logged and planned.
 
-    `num_microbatches` (plain Trainer only): plain gradient accumulation over that many parts of
-    every global batch, the reference where statistics are those of a micro-batch. Lightning divides
-    their losses by their number: they add up.
-    `samples`: of all ranks in a step.
+    Args:
+        model_class: makes the module.
+        model_kwargs: its arguments.
+        strategy_kwargs: options of AlpaStrategy; None: the plain Trainer on the global batches.
+        steps: optimizer steps.
+        world_size: number of ranks.
+        clip: largest norm of the gradients.
+        accumulate: `accumulate_grad_batches`.
+        root: `default_root_dir`.
+        precision: of the Trainer.
+        num_microbatches: plain Trainer only: gradient accumulation over that many micro-batches of
+            every global batch, the reference if statistics are those of a micro-batch. Lightning
+            divides their losses by their number: they add up.
+        samples: of all ranks in a step.
+
+    Returns:
+        Losses, gradients and metrics of every step, the final state, and fields of the plan.
     """
     dtype = torch.float64 if precision == "64-true" else torch.float32
+    num_samples = samples * steps * accumulate
+    model, rows = _model_and_rows(model_class, model_kwargs, num_samples, dtype)
+    recorder = Recorder()
+    parallel = _parallel_arguments(strategy_kwargs, world_size)
+    trainer = pl.Trainer(
+        max_steps=steps,
+        max_epochs=1,
+        accelerator="cpu",
+        precision=precision,
+        callbacks=[recorder],
+        gradient_clip_val=clip,
+        accumulate_grad_batches=accumulate * num_microbatches,
+        default_root_dir=root,
+        **QUIET,
+        **parallel,
+    )
+    loader = _loader(Rows(rows), strategy_kwargs, world_size, num_microbatches, samples)
+    trainer.fit(model, loader)
+    losses = torch.tensor(recorder.losses, dtype=torch.float64).view(-1, num_microbatches)
+    return {
+        "losses": losses.sum(1).tolist(),
+        "gradients": recorder.gradients,
+        "metrics": recorder.metrics,
+        "state": {k: v.detach().clone() for k, v in model.state_dict().items()},
+        **_plan_fields(getattr(trainer.strategy, "plan", None)),
+    }
+
+
+def _model_and_rows(
+    model_class: Callable[..., Any], model_kwargs: dict[str, Any], num_samples: int, dtype: Any
+) -> tuple[Any, Any]:
+    """Make the module and `num_samples` samples with `dtype` as the default dtype."""
     torch.set_default_dtype(dtype)
     try:
         torch.manual_seed(7)
         model = model_class(**model_kwargs)
-        rows = model.example_batch(samples * steps * accumulate, torch.Generator().manual_seed(3))
+        return model, model.example_batch(num_samples, torch.Generator().manual_seed(3))
     finally:
         torch.set_default_dtype(torch.float32)
-    recorder = Recorder()
-    common = {
-        "max_steps": steps,
-        "max_epochs": 1,
-        "accelerator": "cpu",
-        "precision": precision,
-        **QUIET,
-        "callbacks": [recorder],
-        "gradient_clip_val": clip,
-        "accumulate_grad_batches": accumulate * num_microbatches,
-        "default_root_dir": root,
-    }
-    data = Rows(rows)
-    if strategy_kwargs is None:
-        trainer = pl.Trainer(devices=1, **common)
-        batches = _global_batches(len(data), world_size, samples)
-        parts = [
-            _part(batch, world_size, num_microbatches, m)
-            for batch in batches
-            for m in range(num_microbatches)
-        ]
-        loader = DataLoader(data, batch_sampler=parts)
-    else:
-        from alpa_strategy import AlpaStrategy
 
-        trainer = pl.Trainer(devices=world_size, strategy=AlpaStrategy(**strategy_kwargs), **common)
-        if strategy_kwargs.get("batch_scope") == "global":
-            loader = DataLoader(data, batch_sampler=_global_batches(len(data), 1, samples))
-        else:
-            rank = int(os.environ.get("RANK", "0"))  # the Trainer's own sampler would shuffle
-            sampler = DistributedSampler(data, num_replicas=world_size, rank=rank, shuffle=False)
-            loader = DataLoader(data, batch_size=samples // world_size, sampler=sampler)
-    trainer.fit(model, loader)
-    plan = getattr(trainer.strategy, "plan", None)
+
+def _parallel_arguments(strategy_kwargs: dict[str, Any] | None, world_size: int) -> dict[str, Any]:
+    """Return the Trainer's `devices` and `strategy`; without options those of one device."""
+    if strategy_kwargs is None:
+        return {"devices": 1}
+    from alpa_strategy import AlpaStrategy
+
+    return {"devices": world_size, "strategy": AlpaStrategy(**strategy_kwargs)}
+
+
+def _loader(
+    data: Dataset,
+    strategy_kwargs: dict[str, Any] | None,
+    world_size: int,
+    num_microbatches: int,
+    samples: int,
+) -> DataLoader:
+    """Return this rank's loader; arguments are those of `record_model`."""
+    if strategy_kwargs is None:
+        batches = []
+        for batch in _global_batches(len(data), world_size, samples):
+            for index in range(num_microbatches):
+                batches.append(_part(batch, world_size, num_microbatches, index))
+        return DataLoader(data, batch_sampler=batches)
+    if strategy_kwargs.get("batch_scope") == "global":
+        return DataLoader(data, batch_sampler=_global_batches(len(data), 1, samples))
+    # a sampler of its own, because that of the Trainer would shuffle
+    rank = int(os.environ.get("RANK", "0"))
+    sampler = DistributedSampler(data, num_replicas=world_size, rank=rank, shuffle=False)
+    return DataLoader(data, batch_size=samples // world_size, sampler=sampler)
+
+
+def _plan_fields(plan: Any) -> dict[str, Any]:
+    """Return the fields of a plan that tests compare; empty ones without a plan."""
+    if plan is None:
+        return {
+            "modes": {},
+            "pipeline": None,
+            "strategies": {},
+            "recomputed": (),
+            "mesh": None,
+            "notes": (),
+            "plan": None,
+        }
+    stage = plan.stages[0]
     return {
-        "losses": torch.tensor(recorder.losses, dtype=torch.float64)
-        .view(-1, num_microbatches)
-        .sum(1)
-        .tolist(),
-        "gradients": recorder.gradients,
-        "metrics": recorder.metrics,
-        "state": {k: v.detach().clone() for k, v in model.state_dict().items()},
-        "modes": {}
-        if plan is None
-        else {n: modes_text(p.modes) for n, p in plan.stages[0].parameter_plans.items()},
-        "pipeline": None
-        if plan is None
-        else (len(plan.stages), plan.num_microbatches, plan.schedule),
-        "strategies": {} if plan is None else plan.stages[0].strategies,
-        "recomputed": () if plan is None else plan.stages[0].recomputed,
-        "mesh": None if plan is None else plan.stages[0].logical_mesh,
-        "notes": () if plan is None else plan.notes,
-        "plan": None if plan is None else plan.to_dict(),
+        "modes": {n: modes_text(p.modes) for n, p in stage.parameter_plans.items()},
+        "pipeline": (len(plan.stages), plan.num_microbatches, plan.schedule),
+        "strategies": stage.strategies,
+        "recomputed": stage.recomputed,
+        "mesh": stage.logical_mesh,
+        "notes": plan.notes,
+        "plan": plan.to_dict(),
     }
 
 
@@ -168,7 +213,7 @@ def _global_batches(num_samples: int, world_size: int, size: int) -> list[list[i
 
 
 def _part(batch: list[int], world_size: int, num_microbatches: int, m: int) -> list[int]:
-    """The m-th part of every rank's rows."""
+    """The m-th part of every rank's samples."""
     rows = torch.tensor(batch).view(world_size, num_microbatches, -1)
     return rows[:, m].flatten().tolist()
 

@@ -113,9 +113,9 @@ def test_statistics_of_batches(pool, tmp_path, plan):
     ("parallel", "backend", "compiles"),
     [("data", "aot_eager", True), ("zero3", "aot_eager", False), ("data", "fails", False)],
 )
-def test_steps_as_written_are_compiled_as_under_ddp(pool, tmp_path, parallel, backend, compiles):
-    """But for parameters in parts, which come and go while a module runs; what fails runs as it
-    is.
+def test_eager_steps_are_compiled_as_under_ddp(pool, tmp_path, parallel, backend, compiles):
+    """But for sharded parameters, which are gathered and freed while a module runs; a module whose
+    compilation fails runs uncompiled.
     """
     plan = {"capture": "never", "parallel": parallel, "cluster": "pcie_8gpu"}
     arguments = STEPS, 2, None, 1, str(tmp_path), "64-true"
@@ -159,10 +159,11 @@ def test_a_split_backward_runs_uncompiled_and_says_so(pool, tmp_path):
         assert "InterleavedZeroBubble splits the backward" in said[0]
 
 
-def test_what_does_not_compile_runs_as_it_is_and_says_why(pool, tmp_path):
+def test_a_failed_compilation_runs_uncompiled_and_is_reported(pool, tmp_path):
     for said, _ in compiled_runs(pool, tmp_path, "gpt", 2, PLANS["data"], "fails"):
         assert said
-        assert all("run uncompiled" in line and "no such luck" in line for line in said)
+        assert all("run uncompiled" in line for line in said)
+        assert all("no such luck" in line for line in said)
 
 
 def test_inductor(pool, tmp_path):
@@ -171,7 +172,7 @@ def test_inductor(pool, tmp_path):
         assert graphs
 
 
-def test_inductor_keeps_no_masks_in_segments_and_no_layout_of_its_own():
+def test_inductor_saves_no_masks_in_segments():
     def segment(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         return torch.conv2d(x, weight).relu()
 
@@ -185,7 +186,10 @@ def test_inductor_keeps_no_masks_in_segments_and_no_layout_of_its_own():
 
 def test_later_starts_have_the_backward_of_statistics_from_the_cache():
     """It is an `autograd.Function`'s, which AOTAutograd does not keep unless told that it may."""
-    source = "def segment(x, weight, bias):\n    return normalized([], x, weight, bias, None, None, 0.1, 1e-5)\n"
+    source = (
+        "def segment(x, weight, bias):\n"
+        "    return normalized([], x, weight, bias, None, None, 0.1, 1e-5)\n"
+    )
     x, weight, bias = (torch.randn(size, requires_grad=True) for size in [(6, 4, 3), (4,), (4,)])
     found, counters = [], torch._dynamo.utils.counters["aot_autograd"]
     with torch._inductor.utils.fresh_cache():
@@ -265,7 +269,7 @@ def fit_two_groups(compiled: bool, folder: str) -> tuple[list[Any], list[Any], l
     return model.fused, after, [p.detach().clone() for p in model.parameters()]
 
 
-def test_a_compiled_step_has_a_fused_optimizer_where_its_user_left_that_open(pool, tmp_path):
+def test_a_compiled_step_fuses_the_optimizer_by_default(pool, tmp_path):
     (fused, after, weights), _ = pool.run(2, fit_two_groups, True, str(tmp_path / "compiled"))
     assert fused == [True, None]
     assert after == [None, None]

@@ -62,12 +62,13 @@ def runs(pool: Any, root: Any, recipe: str, **options: Any) -> list[dict[str, An
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
 def test_captured_data_parallel_is_what_ddp_computes(pool, tmp_path, recipe):
-    """Scales are those of a rank's rows in both: losses and weights agree to float32's rounding."""
+    """Scales are those of a rank's samples in both: losses and weights agree to float32's
+    rounding.
+    """
     captured = runs(pool, tmp_path, recipe, parallel="data", capture="require")
     written = runs(pool, tmp_path, recipe, parallel="data", capture="never")
-    for step in range(
-        STEPS
-    ):  # a captured step's loss is that of all rows, as written it is a rank's own
+    for step in range(STEPS):
+        # a captured step's loss is that of the global batch, an eager one's that of the rank
         mean = sum(run["losses"][step] for run in written) / 2
         assert captured[0]["losses"][step] == pytest.approx(mean, rel=1e-5)
     for name, weight in captured[0]["state"].items():

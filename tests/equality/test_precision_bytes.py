@@ -107,16 +107,16 @@ def bytes_of_steps(
 @pytest.fixture(scope="module")
 def counted(pool, tmp_path_factory):
     """`bytes_of_steps` on rank 0, each training once."""
-    found = {}
+    results = {}
 
     def get(
         parallel: str, precision: str, wide: bool = False
     ) -> tuple[dict[str, int], dict[bool, int]]:
         key = parallel, precision, wide
-        if key not in found:
+        if key not in results:
             folder = str(tmp_path_factory.mktemp("bytes"))
-            found[key] = pool.run(2, bytes_of_steps, parallel, precision, folder, wide)[0]
-        counts, planned = found[key]
+            results[key] = pool.run(2, bytes_of_steps, parallel, precision, folder, wide)[0]
+        counts, planned = results[key]
         return dict(counts), planned
 
     return get
@@ -165,7 +165,8 @@ class Rows(pl.LightningModule):
 
 def summed_rows(options: dict[str, Any], precision: str, folder: str) -> set[float]:
     """The elements of the gradient of `Rows`."""
-    count = 32768  # of a rank: so many that the plan gathers weights and not rows
+    # samples of a rank: enough for the plan to gather weights and not samples
+    count = 32768
     module, rows = Rows(), torch.zeros(2 * count, 64)
     rows[0], rows[1] = 1.0, 2.0**-9
     strategy = AlpaStrategy(

@@ -21,14 +21,14 @@ def run_recipe_model(*args, **kwargs):
 @pytest.fixture(scope="session")
 def reference(pool):
     """A plain single-process Trainer's runs, computed once."""
-    found = {}
+    results = {}
 
     def get(model, kwargs, world_size):
         key = (model, tuple(kwargs.items()), world_size)
-        if key not in found:
+        if key not in results:
             args = (run_recipe_model, model, kwargs, None, STEPS, world_size)
-            found[key] = pool.run(1, *args, init_group=False)[0]
-        return found[key]
+            results[key] = pool.run(1, *args, init_group=False)[0]
+        return results[key]
 
     return get
 

@@ -1,5 +1,5 @@
-"""Modules that nobody here wrote train as on one device: fp64, 5 steps, losses, gradients, weights
-to 1e-9.
+"""Modules of other libraries train as on one device: fp64, 5 steps, losses, gradients, weights to
+1e-9.
 """
 
 from __future__ import annotations
@@ -52,14 +52,14 @@ QUICK = [
 @pytest.fixture(scope="session")
 def reference(pool):
     """One process's run by model and number of ranks, made once."""
-    found = {}
+    results = {}
 
     def get(model: str, world_size: int):
-        if (model, world_size) not in found:
-            found[model, world_size] = pool.run(
+        if (model, world_size) not in results:
+            results[model, world_size] = pool.run(
                 1, record_case, model, None, world_size, init_group=False
             )[0]
-        return found[model, world_size]
+        return results[model, world_size]
 
     return get
 

@@ -1,5 +1,5 @@
-"""Modules that nobody here wrote, each wrapped in a LightningModule of a few lines; and what users
-write themselves.
+"""Modules of other libraries, each in a LightningModule of a few lines, and modules as users write
+them.
 
 Hugging Face models come from their configuration with random weights: nothing is downloaded.
 """
@@ -276,7 +276,7 @@ class _Residual(nn.Module):
 
 
 class ResNet(Wrapped):
-    """Batch norms over the whole batch, in-place ops, label smoothing."""
+    """Batch norms over the global batch, in-place ops, label smoothing."""
 
     def build(self) -> None:
         stem = [
@@ -307,7 +307,9 @@ class UNet(Wrapped):
                 nn.Conv2d(inside, outside, 3, padding=1), nn.GroupNorm(2, outside), nn.SiLU(True)
             )
 
-        self.down1, self.down2, self.up1 = block(3, 4), block(4, 8), block(8, 4)
+        self.down1 = block(3, 4)
+        self.down2 = block(4, 8)
+        self.up1 = block(8, 4)
         self.up, self.out = nn.ConvTranspose2d(8, 4, 2, 2), nn.Conv2d(4, 1, 1)
 
     def training_step(self, images: Tensor, batch_idx: int) -> Tensor:
@@ -372,11 +374,9 @@ class CustomOps(Wrapped):
     """A custom autograd Function and a custom op with registered rules, and an op without."""
 
     def build(self) -> None:
-        self.embed, self.inside, self.out = (
-            nn.Embedding(VOCAB, 6),
-            nn.Linear(6, 10),
-            nn.Linear(10, VOCAB),
-        )
+        self.embed = nn.Embedding(VOCAB, 6)
+        self.inside = nn.Linear(6, 10)
+        self.out = nn.Linear(10, VOCAB)
         self.scale = nn.Parameter(torch.ones(10))
 
     def training_step(self, ids: Tensor, batch_idx: int) -> Tensor:
@@ -392,11 +392,9 @@ class Bags(Wrapped):
 
     def build(self, width: int = 8) -> None:
         self.bags = nn.EmbeddingBag(VOCAB, width, mode="mean")
-        self.embed, self.norm, self.out = (
-            nn.Embedding(VOCAB, width),
-            nn.LayerNorm(width),
-            nn.Linear(width, VOCAB),
-        )
+        self.embed = nn.Embedding(VOCAB, width)
+        self.norm = nn.LayerNorm(width)
+        self.out = nn.Linear(width, VOCAB)
 
     def training_step(self, ids: Tensor, batch_idx: int) -> Tensor:
         x = self.embed(ids[:, :-1]) + self.bags(ids[:, :4]).unsqueeze(1)
@@ -409,11 +407,9 @@ class Indices(Wrapped):
     """
 
     def build(self, width: int = 8) -> None:
-        self.embed, self.position, self.out = (
-            nn.Embedding(VOCAB, width),
-            nn.Embedding(LENGTH, width),
-            nn.Linear(8, 5),
-        )
+        self.embed = nn.Embedding(VOCAB, width)
+        self.position = nn.Embedding(LENGTH, width)
+        self.out = nn.Linear(8, 5)
         self.register_buffer("seen", torch.zeros(VOCAB))
         self.register_buffer("steps", torch.zeros((), dtype=torch.long))
 

@@ -1,4 +1,4 @@
-"""The package as a user installs it: a wheel in an environment of its own, no checkout beside it,
+"""The package as a user installs it: a wheel in an environment of its own, no checkout in addition,
 an empty folder.
 """
 
@@ -120,7 +120,13 @@ def test_train_by_name_from_an_empty_folder(installed, tmp_path):
 
 
 def test_asking_for_deepspeed_says_how_to_install_it(installed, tmp_path):
-    code = "from alpa_strategy.comm.mesh import select_backend as s; print(s('auto').__name__); s('deepspeed')"
+    code = "\n".join(
+        [
+            "from alpa_strategy.comm.mesh import select_backend",
+            "print(select_backend('auto').__name__)",
+            "select_backend('deepspeed')",
+        ]
+    )
     result = subprocess.run(
         [installed / "python", "-c", code], cwd=tmp_path, capture_output=True, text=True, env={}
     )

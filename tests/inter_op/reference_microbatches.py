@@ -1,4 +1,4 @@
-"""Reference executor of a MicroStep: whole tensors in one process, micro-batch after
+"""Reference executor of a MicroStep: full tensors in one process, micro-batch after
 micro-batch.
 """
 
@@ -22,7 +22,7 @@ def combine_microbatches(
 
     Args:
         results: per micro-batch the values of `micro.graph.escaping`, whole (of all ranks).
-        num_ranks: ranks that brought their own rows.
+        num_ranks: ranks that brought their local samples.
     """
     combined: dict[int, Tensor] = {}
     for value in micro.graph.escaping:
@@ -63,26 +63,28 @@ def run_microbatches(
     state = dict(buffers)
     results: list[dict[int, Tensor]] = []
     for index in range(micro.num_microbatches):
-        batch = [
-            tensor
-            if leaf.batch_dim is None
-            else cut(tensor, rows(0), micro.num_microbatches, index, num_ranks)
-            for leaf, tensor in zip(micro.graph.batch, batch_leaves, strict=True)
-        ]
-        received = {
-            value: values[source]
-            if micro.states[value].kind == "whole"
-            else cut(values[source], micro.states[value], micro.num_microbatches, index, num_ranks)
-            for value, source in micro.given.items()
-        }
-        found = run_step(micro.graph, parameters, state, batch, received)
-        loss = found[micro.graph.loss]
+        batch = []
+        for leaf, tensor in zip(micro.graph.batch, batch_leaves, strict=True):
+            if leaf.batch_dim is None:
+                batch.append(tensor)
+            else:
+                batch.append(cut(tensor, rows(0), micro.num_microbatches, index, num_ranks))
+        received = {}
+        for value, source in micro.given.items():
+            if micro.states[value].kind == "whole":
+                received[value] = values[source]
+            else:
+                received[value] = cut(
+                    values[source], micro.states[value], micro.num_microbatches, index, num_ranks
+                )
+        outputs = run_step(micro.graph, parameters, state, batch, received)
+        loss = outputs[micro.graph.loss]
         if loss.requires_grad:
             loss.backward()
-        results.append({value: found[value].detach() for value in micro.graph.escaping})
+        results.append({value: outputs[value].detach() for value in micro.graph.escaping})
         for buffer in micro.graph.buffers:
             if buffer.name in micro.sequential_buffers and buffer.update is not None:
-                state[buffer.name] = found[buffer.update].detach()
+                state[buffer.name] = outputs[buffer.update].detach()
     values |= combine_microbatches(micro, results, num_ranks)
     return values | _run_part(micro.epilogue, parameters, state, leaves, values)
 
@@ -98,7 +100,7 @@ def _run_part(
     """What leaves a prologue or an epilogue."""
     if part is None:
         return {}
-    found = run_step(
+    outputs = run_step(
         part, parameters, buffers, [leaves[leaf.value] for leaf in part.batch], received
     )
-    return {value: found[value] for value in part.escaping}
+    return {value: outputs[value] for value in part.escaping}

@@ -52,9 +52,13 @@ def test_one_bump_on_the_way_to_more_micro_batches_is_passed():
     assert visited == [64, 128, 256, 512, 256]
 
 
-def test_bounds_leave_out_what_cannot_win():
+def test_counts_that_cannot_win_are_skipped_by_their_bound():
     seconds = {count: 10.0 + count / 1000 for count in COUNTS}
-    visited, _ = looks(seconds, bound=lambda count: 9.0 if count < 16 else 10.0, known=9.5)
+
+    def bound(count: int) -> float:
+        return 9.0 if count < 16 else 10.0
+
+    visited, _ = looks(seconds, bound=bound, known=9.5)
     assert visited
     assert max(visited) < 16
     assert looks(seconds, bound=lambda count: 10.0, known=9.5)[0] == []

@@ -142,12 +142,12 @@ def test_equals_brute_force_on_200_random_cases(block):
         )
         steps = float(rng.choice([0.0, 1.0, 2.0]))
         expected = brute_force(tables, num_devices, weights, alive, limit, counts, steps)
-        found = solve_stages(tables, num_devices, weights, alive, limit, counts, steps)
-        if found is None:
+        solution = solve_stages(tables, num_devices, weights, alive, limit, counts, steps)
+        if solution is None:
             assert np.isinf(expected)
             continue
-        assert found.seconds == pytest.approx(expected, rel=1e-12)
-        check(tables, found, num_devices, weights, alive, limit, steps)
+        assert solution.seconds == pytest.approx(expected, rel=1e-12)
+        check(tables, solution, num_devices, weights, alive, limit, steps)
 
 
 def test_a_stage_may_be_as_slow_as_itself():
@@ -158,8 +158,10 @@ def test_a_stage_may_be_as_slow_as_itself():
         rng = np.random.default_rng(seed)
         tables = random_tables(rng, 4, [1], 1, True, 2)
         expected = brute_force(tables, 2, PipelineLatency(1.0, 3.0), [4, 4], np.inf, [2], 1.0)
-        found = solve_stages(tables, 2, PipelineLatency(1.0, 3.0), [4, 4], num_stages=[2])
-        assert (np.inf if found is None else found.seconds) == pytest.approx(expected, rel=1e-12)
+        solution = solve_stages(tables, 2, PipelineLatency(1.0, 3.0), [4, 4], num_stages=[2])
+        assert (np.inf if solution is None else solution.seconds) == pytest.approx(
+            expected, rel=1e-12
+        )
 
 
 @pytest.mark.parametrize("block", range(2))
@@ -176,18 +178,23 @@ def test_equals_brute_force_where_messages_run_beside_the_work(block):
         counts = range(1, num_layers + 1)
         share = float(rng.choice([0.0, 0.5]))
         expected = brute_force(wide, num_devices, weights, alive, limit, counts, 1.0, share)
-        found = solve_stages(wide, num_devices, weights, alive, limit, counts, sender_share=share)
-        if found is None:
+        solution = solve_stages(
+            wide, num_devices, weights, alive, limit, counts, sender_share=share
+        )
+        if solution is None:
             assert np.isinf(expected)
             continue
-        assert expected * (1 - 1e-12) <= found.seconds <= expected * (1 + 2 * GRID)
+        assert expected * (1 - 1e-12) <= solution.seconds <= expected * (1 + 2 * GRID)
 
 
 def check(tables, found, num_devices, weights, alive, limit, steps):
     """The stages are what they are said to cost, in order, cover the layers and the devices, and
     fit.
     """
-    seconds, bottlenecks, position, left = [], [], 0, num_devices
+    seconds = []
+    bottlenecks = []
+    position = 0
+    left = num_devices
     for i, stage in enumerate(found.stages):
         at = (stage.first, stage.last, stage.submesh, stage.candidate)
         assert stage.first == position
@@ -225,14 +232,14 @@ def test_golden_case():
     seconds = np.where(work > 0, work * np.random.uniform(0.8, 1.2, (8, 9, 4, 1)), np.inf)
     zeros = np.zeros_like(seconds)
     tables = anywhere(8, submeshes, seconds, zeros, zeros, zeros)
-    found = solve_stages(tables, 8, terms("1F1B", 8, 16), in_flight("1F1B", 8, 16)[::-1])
-    assert found is not None
+    solution = solve_stages(tables, 8, terms("1F1B", 8, 16), in_flight("1F1B", 8, 16)[::-1])
+    assert solution is not None
     expected = brute_force(
         tables, 8, terms("1F1B", 8, 16), in_flight("1F1B", 8, 16)[::-1], np.inf, range(1, 9), 1.0
     )
-    assert found.seconds == pytest.approx(expected, rel=1e-12)
-    assert found.seconds == pytest.approx(23.428582471831, rel=1e-12)
-    assert [(s.first, s.last, int(submeshes[s.submesh])) for s in found.stages] == [
+    assert solution.seconds == pytest.approx(expected, rel=1e-12)
+    assert solution.seconds == pytest.approx(23.428582471831, rel=1e-12)
+    assert [(s.first, s.last, int(submeshes[s.submesh])) for s in solution.stages] == [
         (0, 1, 1),
         (1, 2, 1),
         (2, 3, 1),
@@ -261,10 +268,10 @@ def test_stages_start_where_they_may():
     tables = random_tables(rng, 4, [1, 2], 1, False, 4)
     fits = np.array([[True, (4 - left) % 2 == 0] for left in range(5)])
     bound = replace(tables, fits=fits)
-    found = solve_stages(bound, 4, terms("1F1B", 4, 2), [1, 2, 3, 4], num_stages=[3])
-    assert found is not None
+    solution = solve_stages(bound, 4, terms("1F1B", 4, 2), [1, 2, 3, 4], num_stages=[3])
+    assert solution is not None
     offset = 0
-    for stage in found.stages:
+    for stage in solution.stages:
         size = int(tables.num_devices[stage.submesh])
         assert size == 1 or offset % 2 == 0
         offset += size

@@ -28,8 +28,11 @@ from alpa_strategy.inter_op.subgraph import (
 
 
 def layer_flops(step, cuts):
-    """Forward FLOPs of every layer."""
-    return [sum(op_flops(op.call) for op in step.ops[a:b]) for a, b in pairwise(cuts)]
+    """Return the forward FLOPs of every layer."""
+    flops = []
+    for first, last in pairwise(cuts):
+        flops.append(sum(op_flops(op.call) for op in step.ops[first:last]))
+    return flops
 
 
 def step_of(name: str, **sizes):
@@ -57,7 +60,10 @@ def test_the_best_of_all_ways_to_cut(data, num_ops, num_layers):
     every = [(0, *cuts, num_ops) for cuts in combinations(range(1, num_ops), num_layers - 1)]
     largest = max(sum(flops[a:b]) for a, b in pairwise(found))
     limit = max(1.5 * flops.sum() / num_layers, largest) + 1e-9
-    allowed = [cuts for cuts in every if all(sum(flops[a:b]) <= limit for a, b in pairwise(cuts))]
+    allowed = []
+    for cuts in every:
+        if all(sum(flops[a:b]) <= limit for a, b in pairwise(cuts)):
+            allowed.append(cuts)
     assert key(found, bytes_at, flops) == min(key(cuts, bytes_at, flops) for cuts in allowed)
 
 

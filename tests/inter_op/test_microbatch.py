@@ -71,7 +71,7 @@ def run(
     micro: MicroStep | None,
     num_ranks: int = 1,
 ) -> Any:
-    """(escaping values, gradients): of the whole step, or of its micro-batches."""
+    """(escaping values, gradients): of the full step, or of its micro-batches."""
     module = copy.deepcopy(module)
     parameters = {p.name: module.get_parameter(p.name) for p in step.parameters}
     buffers = {b.name: module.get_buffer(b.name) for b in step.buffers}
@@ -83,9 +83,12 @@ def run(
         values[step.loss].backward()
     else:
         values = run_microbatches(micro, parameters, buffers, leaves, num_ranks)
-    gradients = {
-        n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in parameters.items()
-    }
+    gradients = {}
+    for n, p in parameters.items():
+        if p.grad is None:
+            gradients[n] = torch.zeros_like(p)
+        else:
+            gradients[n] = p.grad
     loss = step.loss if micro is None else micro.graph.loss
     return {v: values[v].detach() for v in step.escaping} | {
         step.loss: values[loss].detach()
@@ -417,7 +420,7 @@ def per_row(self: Step, x: Tensor, y: Tensor) -> Tensor:
         (
             lambda self, x, y, w: per_row(self, x, y).sum() / (ROWS // 2),
             True,
-        ),  # a rank's rows, bare in the code
+        ),  # a rank's samples, bare in the code
         (lambda self, x, y, w: per_row(self, x, y).mean() + 0.1 * self.a(x).pow(2).sum(), True),
         (lambda self, x, y, w: -(self.b(x).log_softmax(-1).mean(1) * w).sum() * 0.3, True),
         (lambda self, x, y, w: F.mse_loss(self.a(x), x, reduction="sum") + self.scale.pow(2), True),
@@ -446,7 +449,9 @@ def test_a_loss_that_is_a_sum_over_rows_is_known(loss: Callable[..., Any], is_su
 )
 @pytest.mark.parametrize(("num_ranks", "num_microbatches"), [(2, 2), (2, 4), (4, 2)])
 def test_rows_of_ranks(function: Callable[..., Any], num_ranks: int, num_microbatches: int) -> None:
-    """Each micro-batch takes a part of every rank's rows; outputs come back in the ranks' order."""
+    """Each micro-batch takes a part of every rank's samples; outputs come back in the ranks'
+    order.
+    """
     assert_same(Step(function), example(), num_microbatches, num_ranks=num_ranks)
 
 
@@ -491,10 +496,12 @@ def test_joined_is_the_inverse_of_cut(
 def test_only_the_whole_batch_makes_the_prologue() -> None:
     def ops_of(function: Callable[..., Any]) -> tuple[list[str], list[str]]:
         micro = microbatch(capture(Step(function), example()), 4)
-        return tuple(
-            [op.call.target_name for op in g.ops] if g else []
-            for g in (micro.prologue, micro.epilogue)
-        )
+        return names_of(micro.prologue), names_of(micro.epilogue)
+
+    def names_of(graph: StepGraph | None) -> list[str]:
+        if graph is None:
+            return []
+        return [op.call.target_name for op in graph.ops]
 
     assert ops_of(sums) == ([], [])
     assert ops_of(made_rows) == ([], [])

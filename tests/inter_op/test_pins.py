@@ -182,11 +182,13 @@ def names_of(stages):
 
 
 def test_stages_hold_the_modules_that_are_named():
-    found = plan("gpt", stages=["blocks.0", "blocks.1"], num_microbatches=4, schedule="1F1B")
-    assert names_of(found.stages) == ["wte, wpe, blocks.0", "blocks.1, ln_f, head"]
+    chosen_plan = plan("gpt", stages=["blocks.0", "blocks.1"], num_microbatches=4, schedule="1F1B")
+    assert names_of(chosen_plan.stages) == ["wte, wpe, blocks.0", "blocks.1, ln_f, head"]
     # As plans are shown, and where no solver would cut.
-    found = plan("gpt", stages=["wte, wpe", "blocks.0-blocks.1", "ln_f, head"], num_microbatches=4)
-    assert names_of(found.stages) == ["wte, wpe", "blocks.0-blocks.1", "ln_f, head"]
+    chosen_plan = plan(
+        "gpt", stages=["wte, wpe", "blocks.0-blocks.1", "ln_f, head"], num_microbatches=4
+    )
+    assert names_of(chosen_plan.stages) == ["wte, wpe", "blocks.0-blocks.1", "ln_f, head"]
 
 
 def search_of(name: str, seconds: float) -> Callable[..., Plan]:
@@ -195,14 +197,14 @@ def search_of(name: str, seconds: float) -> Callable[..., Plan]:
 
 def test_other_searches_keep_to_the_stages_that_are_pinned():
     search = search_of("plan_megatron", 1.0)
-    found = plan(
+    chosen_plan = plan(
         "gpt",
         stages=["wte, blocks.0.qkv", "blocks.0.proj, head"],
         num_microbatches=4,
         choose=search,
     )
-    assert "blocks.0.qkv" not in found.stages[1].layers
-    assert found.stages[0].ops[1] == found.stages[1].ops[0]
+    assert "blocks.0.qkv" not in chosen_plan.stages[1].layers
+    assert chosen_plan.stages[0].ops[1] == chosen_plan.stages[1].ops[0]
 
 
 @pytest.mark.parametrize(
@@ -239,8 +241,10 @@ def test_stages_that_cannot_be_met_are_one_error(options, problem, fix):
 
 
 def places_of(found):
-    return [(stage.layers, f"{stage.first_device}-{stage.first_device + math.prod(stage.submesh) - 1}")
-            for stage in found.stages]  # fmt: skip
+    return [
+        (stage.layers, f"{stage.first_device}-{stage.first_device + math.prod(stage.submesh) - 1}")
+        for stage in found.stages
+    ]
 
 
 @pytest.mark.parametrize(
@@ -296,8 +300,9 @@ def test_parameters_lie_on_the_devices_that_are_named(options, wanted):
     cluster = ClusterSpec.load(
         "pcie_8gpu", options.pop("cluster", {"num_nodes": 1, "devices_per_node": 4})
     )
-    found = plan("gpt", cluster=cluster, **options)
-    assert places_of(found) == wanted or [place for _, place in places_of(found)] == wanted
+    chosen_plan = plan("gpt", cluster=cluster, **options)
+    places = places_of(chosen_plan)
+    assert wanted in (places, [place for _, place in places])
 
 
 def test_all_devices_are_one_stage():
@@ -325,13 +330,13 @@ def test_pins_of_devices_cost_what_they_forbid():
 
 def test_other_searches_keep_to_the_devices_that_are_pinned():
     for name in ("greedy", "mcmc"):
-        found = plan(
+        chosen_plan = plan(
             "gpt",
             device_map={"head.*": "2-3"},
             num_microbatches=4,
             choose=search_of(f"plan_{name}", 1.0),
         )
-        assert [place for layers, place in places_of(found) if "head" in layers] == ["2-3"]
+        assert [place for layers, place in places_of(chosen_plan) if "head" in layers] == ["2-3"]
     with pytest.raises(PlanError):
         plan(
             "gpt",
@@ -343,11 +348,11 @@ def test_other_searches_keep_to_the_devices_that_are_pinned():
 
 def test_named_devices_keep_their_order_where_links_differ():
     cube = ClusterSpec.load("p3_16xlarge_cube", {"num_nodes": 1})
-    found = plan("gpt", cluster=cube, device_map={"wte.*": "0-3"}, num_microbatches=4)
-    assert stage_ranks(found.stages[0]) == (0, 1, 2, 3)
+    chosen_plan = plan("gpt", cluster=cube, device_map={"wte.*": "0-3"}, num_microbatches=4)
+    assert stage_ranks(chosen_plan.stages[0]) == (0, 1, 2, 3)
     listed = replace(cube, order=(4, 5, 6, 7, 0, 1, 2, 3))
-    found = plan("gpt", cluster=listed, device_map={"wte.*": "4-7"}, num_microbatches=4)
-    assert set(stage_ranks(found.stages[0])) == {4, 5, 6, 7}
+    chosen_plan = plan("gpt", cluster=listed, device_map={"wte.*": "4-7"}, num_microbatches=4)
+    assert set(stage_ranks(chosen_plan.stages[0])) == {4, 5, 6, 7}
 
 
 @pytest.mark.parametrize(
@@ -434,14 +439,14 @@ def test_devices_that_cannot_be_had_are_one_error(options, problem, fix):
 
 def test_what_a_step_is_made_of_counts_all_stages_of_a_mesh():
     """Two stages a mesh work in turn: the second's time is no waiting of the first's."""
-    found = plan("gpt", schedule="Interleaved1F1B", num_microbatches=4)
+    chosen_plan = plan("gpt", schedule="Interleaved1F1B", num_microbatches=4)
     own = [
         stage.predicted
-        for stage in found.stages
-        if stage.first_device == found.stages[0].first_device
+        for stage in chosen_plan.stages
+        if stage.first_device == chosen_plan.stages[0].first_device
     ]
     assert len(own) > 1
-    whole = found.predicted
+    whole = chosen_plan.predicted
     assert whole.compute_seconds >= 0.99 * sum(each.compute_seconds for each in own)
     assert (
         whole.compute_seconds + whole.communication_seconds + whole.optimizer_seconds

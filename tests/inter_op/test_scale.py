@@ -1,4 +1,4 @@
-"""No plan that people would try by hand is better than the searched one; what is called a bound is
+"""No plan that users would try by hand is better than the searched one; what is called a bound is
 one.
 """
 
@@ -143,7 +143,9 @@ def simulated(schedule, seconds, once, count, v=1, wires=(), overhead=0.0):
     """Seconds of a step of stages that take `seconds` a micro-batch and `once`; a backward takes
     two forwards, and each
     half of the overhead."""
-    each = [[s * share + overhead / 2 for s in seconds] for share in (1 / 3, 2 / 3)]
+    each = []
+    for share in (1 / 3, 2 / 3):
+        each.append([s * share + overhead / 2 for s in seconds])
     end = max(
         done.end
         for done in timeline(schedule, *each, count, len(seconds) // v, [w / 2 for w in wires])
@@ -156,11 +158,13 @@ def simulated(schedule, seconds, once, count, v=1, wires=(), overhead=0.0):
 @example(680)  # as many stages as micro-batches: messages after the last forward count once
 @example(22404)  # fewer micro-batches than stages: a backward has half of the overhead
 def test_no_simulated_pipeline_is_below_the_bound(seed):
-    """Every cut into stages on meshes of every size that pins leave, waiting and messages included;
-    costs grow where
+    """Every split into stages on meshes of every size that pins leave, waiting and messages
+    included; costs grow where
     layers are divided."""
     rng = np.random.default_rng(seed)
-    L, D, count = int(rng.integers(3, 6)), 8, int(rng.integers(2, 24))
+    L = int(rng.integers(3, 6))
+    D = 8
+    count = int(rng.integers(2, 24))
     sizes = np.array([1, 2, 4, 8])
     each = rng.choice([0.5, 1.0, 1.0, 1.0], (L, 1)) / sizes ** rng.uniform(0.3, 1.0)
     once = rng.uniform(0, 2.0, (L, 1)) / sizes
@@ -300,11 +304,13 @@ def test_no_division_of_unequal_layers_is_below_the_bound(seed, schedule):
     against the bound.
     """
     rng = np.random.default_rng(seed)
-    L, meshes, D = int(rng.integers(2, 6)), ((1, 1), (1, 2), (1, 4)), 4
+    L = int(rng.integers(2, 6))
+    meshes = ((1, 1), (1, 2), (1, 4))
+    D = 4
     work = rng.choice([0.3, 1.0, 1.0, 2.0], (L, 1)) * rng.uniform(0.8, 1.0, 3) / np.array([1, 2, 4])
     bound = bound_of(work, np.zeros_like(work), 4, D, meshes, schedule=schedule)
     best = math.inf
-    for count in range(2, min(L, D) + 1):  # a schedule that is asked for has two stages or more
+    for count in range(2, min(L, D) + 1):  # a schedule that is requested has two stages or more
         for sizes in product(range(3), repeat=count):
             if sum(2**a for a in sizes) > D:
                 continue
@@ -326,12 +332,13 @@ def test_layers_begin_at_blocks_and_none_is_nothing(num_layers):
     for first, last in pairwise(cuts):
         assert sum(op_flops(op.call) for op in step.ops[first:last]) > 0
     blocks = [step.ops[cut].module for cut in cuts[1:-2]]
-    assert [b.split(".")[:2] for b in blocks] == [["blocks", str(i)] for i in range(1, num_layers)]
+    expected = [["blocks", str(i)] for i in range(1, num_layers)]
+    assert [b.split(".")[:2] for b in blocks] == expected
 
 
-def test_what_cannot_fit_by_itself_is_left_out_before_the_solve():
-    """An op's short-lived bytes beside the least that all keep: what is over the limit with them is
-    no choice.
+def test_strategies_over_the_limit_are_left_out_before_the_solve():
+    """A strategy is no choice if its temporary bytes, in addition to the smallest saved bytes of
+    all ops, are over the limit.
     """
     task = PlanTask(
         step_of("mlp", {}),
@@ -355,7 +362,7 @@ def test_what_cannot_fit_by_itself_is_left_out_before_the_solve():
         _without_the_largest(intra.problem, intra, kept + most / 2)
 
 
-def test_one_stage_of_few_micro_batches_is_found_behind_pipelines_of_many():
+def test_one_stage_with_few_micro_batches_can_win():
     """Two valleys: pipelines get slower towards few micro-batches, one stage is the faster the
     fewer they are.
     """

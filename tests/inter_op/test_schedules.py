@@ -71,7 +71,8 @@ def torch_order(
         if schedule == "GPipe"
         else own._calculate_single_rank_operations(rank)
     )
-    return [str(action) for action in found if action is not None and action.is_compute_op]
+    planned = [action for action in found if action is not None]
+    return [str(action) for action in planned if action.is_compute_op]
 
 
 @settings(max_examples=150, deadline=None)

@@ -45,15 +45,72 @@ def slice_stages(step, cuts):
     return tuple(slice_stage(step, a, b) for a, b in pairwise(cuts))
 
 
+def shard_of(tensor, layout, mesh):
+    """The view of `tensor` that `layout` places on this device."""
+    ranges = layout.slices(tensor.shape, mesh.shape, mesh.coordinate)
+    return tensor[tuple(slice(a, b) for a, b in ranges)]
+
+
+def run_stages(step, stages, plans, mesh, parameters, buffers, batch):
+    """Run all stages, one after the other, on one device.
+
+    Returns:
+        The escaping values of all stages, and (name, local parameter, its layout, its storage
+        placement) of every parameter of every stage.
+    """
+    # value -> (tensor, its layout in the stage that sent it)
+    handed: dict[int, tuple[torch.Tensor, str]] = {}
+    escaping = {}
+    local = []
+    for stage, plan in zip(stages, plans, strict=True):
+        program = lower(stage, plan, mesh, torch.device("cpu"), ShardedRandom(mesh, 0))
+        own = {}
+        for p in stage.parameters:
+            parameter_plan = plan.parameter_plans[p.name]
+            layout = value_layout(parameter_plan.step_layout(p.meta.requires_grad))
+            shard = shard_of(parameters[p.name], layout, mesh).clone()
+            own[p.name] = shard.requires_grad_(p.meta.requires_grad)
+            local.append((p.name, own[p.name], layout, parameter_plan.modes[0]))
+        samples = []
+        for b in stage.batch:
+            layout = Layout.parse("S0" if b.batch_dim == 0 else "R")
+            samples.append(shard_of(batch[b.leaf], layout, mesh))
+        # both stages are on one mesh here: a boundary is a resharding
+        received = []
+        for value in stage.received:
+            tensor, layout = handed[value]
+            reshard = Reshard(layout, plan.received[value], step.values[value].shape, mesh)
+            received.append(reshard(tensor))
+        of_stage, sent, _ = program(own, buffers, samples, received)
+        escaping.update(of_stage)
+        handed.update({value: (tensor, plan.sent[value]) for value, tensor in sent.items()})
+    return escaping, local
+
+
+def summed_gradients(local, gradients, mesh):
+    """Unsharded gradients, summed over the stages that share a parameter; `local`: `run_stages`."""
+    axis = mesh.axes[0]
+    summed = {name: torch.zeros_like(g) for name, g in gradients.items()}
+    for name, shard, layout, mode in local:
+        gradient = torch.zeros_like(shard) if shard.grad is None else shard.grad
+        if str(mode) == "R*" or mode.is_gathered_once:
+            gradient = axis.all_reduce(gradient)
+        full = torch.zeros_like(summed[name])
+        shard_of(full, layout, mesh).copy_(gradient)
+        summed[name] += full if layout == Layout.parse("R") else axis.all_reduce(full)
+    return summed
+
+
 def shared_parameters(stages):
     """Name of every parameter that several stages hold -> these stages: its gradient is summed over
     them.
     """
     names = dict.fromkeys(p.name for stage in stages for p in stage.parameters)
-    users = {
-        name: tuple(i for i, s in enumerate(stages) if name in [p.name for p in s.parameters])
-        for name in names
-    }
+    users = {}
+    for name in names:
+        users[name] = tuple(
+            i for i, s in enumerate(stages) if name in [p.name for p in s.parameters]
+        )
     return {name: found for name, found in users.items() if len(found) > 1}
 
 
@@ -78,9 +135,12 @@ def captured(name: str):
     trained = {n: p.clone().requires_grad_() for n, p in parameters.items()}
     outputs = run_step(step, trained, buffers, [batch[b.leaf] for b in step.batch])
     outputs[step.loss].backward()
-    gradients = {
-        n: p.grad if p.grad is not None else torch.zeros_like(p) for n, p in trained.items()
-    }
+    gradients = {}
+    for n, p in trained.items():
+        if p.grad is not None:
+            gradients[n] = p.grad
+        else:
+            gradients[n] = torch.zeros_like(p)
     return step, parameters, buffers, batch, {k: v.detach() for k, v in outputs.items()}, gradients
 
 
@@ -155,62 +215,14 @@ def test_stages_under_random_plans_equal_the_whole_step(name):
             plan = decode(intra, assignment, (1, 2), Predicted(0.0, 0))
             assert (set(plan.received), set(plan.sent)) == (set(stage.received), set(stage.sent))
             plans.append(plan)
-        whole = Plan(Fingerprint(*"abcdef"), tuple(plans), Predicted(1.0, 1))
-        assert Plan.from_dict(whole.to_dict()) == whole
+        plan = Plan(Fingerprint(*"abcdef"), tuple(plans), Predicted(1.0, 1))
+        assert Plan.from_dict(plan.to_dict()) == plan
 
         def device(mesh, stages=stages, plans=plans):
-            def cut(tensor, layout):
-                ranges = layout.slices(tensor.shape, mesh.shape, mesh.coordinate)
-                return tensor[tuple(slice(a, b) for a, b in ranges)]
-
-            handed: dict[int, tuple[torch.Tensor, str]] = {}
-            found, local, losses = {}, [], []
-            for stage, plan in zip(stages, plans, strict=True):
-                program = lower(stage, plan, mesh, torch.device("cpu"), ShardedRandom(mesh, 0))
-                own = {}
-                for p in stage.parameters:
-                    layout = value_layout(
-                        plan.parameter_plans[p.name].step_layout(p.meta.requires_grad)
-                    )
-                    own[p.name] = (
-                        cut(parameters[p.name], layout).clone().requires_grad_(p.meta.requires_grad)
-                    )
-                    local.append(
-                        (p.name, own[p.name], layout, plan.parameter_plans[p.name].modes[0])
-                    )
-                rows = [
-                    cut(batch[b.leaf], Layout.parse("S0" if b.batch_dim == 0 else "R"))
-                    for b in stage.batch
-                ]
-                received = []
-                for (
-                    value
-                ) in stage.received:  # both stages are on one mesh here: a boundary is a resharding
-                    tensor, layout = handed[value]
-                    target = plan.received[value]
-                    received.append(Reshard(layout, target, step.values[value].shape, mesh)(tensor))
-                escaping, sent, _ = program(own, buffers, rows, received)
-                found.update(escaping)
-                handed.update({value: (tensor, plan.sent[value]) for value, tensor in sent.items()})
-                if stage.loss >= 0:
-                    losses.append(escaping[stage.loss])
-            losses[0].backward()
-            summed = {name: torch.zeros_like(g) for name, g in gradients.items()}
-            for (
-                name,
-                piece,
-                layout,
-                mode,
-            ) in local:  # whole gradients, summed over the stages that share it
-                gradient = torch.zeros_like(piece) if piece.grad is None else piece.grad
-                if str(mode) == "R*" or mode.is_gathered_once:
-                    gradient = mesh.axes[0].all_reduce(gradient)
-                whole = torch.zeros_like(summed[name])
-                cut(whole, layout).copy_(gradient)
-                summed[name] += (
-                    whole if layout == Layout.parse("R") else mesh.axes[0].all_reduce(whole)
-                )
-            return {k: v.detach() for k, v in found.items()}, summed
+            escaping, local = run_stages(step, stages, plans, mesh, parameters, buffers, batch)
+            escaping[step.loss].backward()
+            summed = summed_gradients(local, gradients, mesh)
+            return {k: v.detach() for k, v in escaping.items()}, summed
 
         for found, summed in run_on_threads(mesh_shape, device):
             for value in step.escaping:

@@ -48,7 +48,7 @@ def with_ends(problem: Problem, values: dict[int, int]) -> Problem:
     return replace(problem, choices=tuple(choices))
 
 
-def test_pairs_are_priced_by_real_assignments_and_the_best_one_at_its_optimum():
+def test_pairs_are_priced_by_their_assignments():
     problem = gpt_like(1, float("inf"))
     ends = (0, len(problem.choices) - 1)
     ((objective, values),) = dense_layer_costs([problem], ends)

@@ -53,8 +53,10 @@ def kept_by_partitioner(module, batch) -> int:
     sizes: list[int] = []
 
     def is_given(node) -> bool:
+        if node.op == "placeholder":
+            return True
         is_view = isinstance(node.target, torch._ops.OpOverload) and node.target.is_view
-        return node.op == "placeholder" or (is_view and is_given(node.args[0]))
+        return is_view and is_given(node.args[0])
 
     def forward(graph, inputs):
         output = next(node for node in graph.graph.nodes if node.op == "output")
@@ -63,7 +65,10 @@ def kept_by_partitioner(module, batch) -> int:
             for node in output.args[0][1:]
             if isinstance(node, torch.fx.Node) and not is_given(node)
         ]
-        values = [value for node in made if isinstance(value := node.meta["val"], torch.Tensor)]
+        values = []
+        for node in made:
+            if isinstance(value := node.meta["val"], torch.Tensor):
+                values.append(value)
         sizes.extend(value.numel() * value.element_size() for value in values)
         return make_boxed_func(graph.forward)
 

@@ -30,9 +30,16 @@ def plan_experts(hidden: int, factor: int, experts: int, rows: int, **options: A
     """Four slow devices, a block with experts and one without; `rows` of 64 tokens a device."""
     with torch.device("meta"):
         model = MoE(
-            num_layers=2, hidden=hidden, num_heads=4, num_experts=experts, vocab_size=64, sequence_length=64,
-            group_size=64, mlp_factor=factor, capacity_factor=2.0,
-        )  # fmt: skip
+            num_layers=2,
+            hidden=hidden,
+            num_heads=4,
+            num_experts=experts,
+            vocab_size=64,
+            sequence_length=64,
+            group_size=64,
+            mlp_factor=factor,
+            capacity_factor=2.0,
+        )
         tokens = torch.empty(rows, 64, dtype=torch.long)
     cluster = cluster_of(4)
     cluster = replace(cluster, device=replace(cluster.device, peak_flops=(("float32", 2e12),)))

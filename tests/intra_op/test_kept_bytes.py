@@ -1,4 +1,4 @@
-"""What a plan says is kept for the backward, against the storages that autograd really keeps."""
+"""What a plan says is saved for the backward, against the storages that autograd really keeps."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ from torch import Tensor, nn
 
 from alpa_strategy import ClusterSpec, PlanOptions, make_plan
 
-WIDTH, ROWS, TOKENS = 64, 256, 96
+WIDTH = 64
+ROWS = 256
+TOKENS = 96
 
 
 def softmax(hidden: Tensor) -> Tensor:

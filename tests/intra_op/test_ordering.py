@@ -47,22 +47,24 @@ def test_kept_variables_stay():
 
 
 @given(st.integers(0, 10**6))
-def test_an_order_within_a_limit_is_found_where_either_rule_finds_one(seed):
+def test_an_order_within_a_limit_is_found(seed):
     draw = random.Random(seed)
     sizes = [draw.choice([2, 4, 30, 50]) for _ in range(9)]
     scopes = [draw.sample(range(9), 2) for _ in range(14)]
     largest = [
         max(s for _, s in elimination_order(sizes, scopes, (), rule)) for rule in (False, True)
     ]
-    factors = tuple(
-        Factor(tuple(scope), np.zeros([1, *(sizes[v] for v in scope)])) for scope in scopes
-    )
-    network = Network(tuple(sizes), factors, len(sizes))
+    factors = []
+    for scope in scopes:
+        factors.append(Factor(tuple(scope), np.zeros([1, *(sizes[v] for v in scope)])))
+    network = Network(tuple(sizes), tuple(factors), len(sizes))
     order = plan_order(network, min(largest), float("inf"))
     assert sorted(order.variables) == list(range(9))
     assert order.most_entries <= min(largest)
     assert plan_order(network, min(largest) - 1, float("inf")) is None
-    around = {v: {u for s in scopes if v in s for u in s} - {v} for v in range(9)}
+    around = {}
+    for v in range(9):
+        around[v] = {u for s in scopes if v in s for u in s} - {v}
     for v in order.variables:
         others = around.pop(v)
         assert math.prod((sizes[u] for u in others), start=sizes[v]) <= min(largest)

@@ -4,6 +4,7 @@ bytes.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import lightning
@@ -42,7 +43,10 @@ def planned(precision: str, parallel: str, count: int | None, **more: Any) -> Pl
         module, x = Mlp(), torch.zeros(ROWS, WIDTH)
         if precision == "bf16-true":
             module, x = module.bfloat16(), x.bfloat16()
-    context = (lambda: torch.autocast("cpu", torch.bfloat16)) if precision == "bf16-mixed" else None
+    if precision == "bf16-mixed":
+        context = partial(torch.autocast, "cpu", torch.bfloat16)
+    else:
+        context = None
     options = PlanOptions(
         batch_scope="global",
         parallel=parallel,

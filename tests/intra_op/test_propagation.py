@@ -50,10 +50,13 @@ def plan(model, rows, **options):
     module = MODELS[model]()
     options = PlanOptions.from_user(**options)
     step = step_of(module, module.example_batch(rows), scope=options.rows)
-    found = choose_plan(PlanTask(step, CLUSTER, options, ADAM))
-    micro = microbatch(step, found.num_microbatches, 4) if found.is_pipelined else None
-    check_plan(found, micro.graph if micro else step, 4, micro.given if micro else ())
-    return found
+    chosen_plan = choose_plan(PlanTask(step, CLUSTER, options, ADAM))
+    if chosen_plan.is_pipelined:
+        micro = microbatch(step, chosen_plan.num_microbatches, 4)
+        check_plan(chosen_plan, micro.graph, 4, micro.given)
+    else:
+        check_plan(chosen_plan, step, 4, ())
+    return chosen_plan
 
 
 def test_columns_then_rows_have_one_all_reduce():
@@ -68,7 +71,11 @@ def test_columns_then_rows_have_one_all_reduce():
         placements={"fc.weight": "S0", "proj.weight": "S1"},
     )
     (stage,) = plan_one_stage(PlanTask(step, cluster_of(4), options, ADAM)).stages
-    assert [str(s) for (s,) in (stage.strategies[op.name] for op in step.ops[:3])] == [
+    strategies = []
+    for op in step.ops[:3]:
+        (strategy,) = stage.strategies[op.name]
+        strategies.append(str(strategy))
+    assert strategies == [
         "R,S0->S1",
         "S1->S1",
         "S1,S1->P",
@@ -107,7 +114,7 @@ def test_it_is_never_better_than_the_program(model, rows, options):
 
 
 def test_pins_are_kept_and_parameters_lie_as_their_first_use_wants():
-    found = plan(
+    chosen_plan = plan(
         "gpt",
         8,
         solver="propagation",
@@ -116,7 +123,8 @@ def test_pins_are_kept_and_parameters_lie_as_their_first_use_wants():
         logical_mesh=[4],
     )
     modes = {
-        name: modes_text(how.module_modes) for name, how in found.stages[0].parameter_plans.items()
+        name: modes_text(how.module_modes)
+        for name, how in chosen_plan.stages[0].parameter_plans.items()
     }
     assert {mode for name, mode in modes.items() if name.endswith("qkv.weight")} == {"S0"}
     assert modes["wte.weight"] != "R", "rows of the batch are divided where it is read first"
@@ -135,11 +143,11 @@ def test_memory_sends_it_to_recomputation_where_that_fits():
     again = plan("gpt", 32, solver="propagation", num_stages=1, num_microbatches=2, remat=True)
     assert again.predicted.peak_bytes < free.predicted.peak_bytes
     limit = (again.predicted.peak_bytes + free.predicted.peak_bytes) / 2
-    found = plan(
+    chosen_plan = plan(
         "gpt", 32, solver="propagation", num_stages=1, num_microbatches=2, memory_limit=limit
     )
-    assert found.stages[0].remat
-    assert found.predicted.peak_bytes <= limit
+    assert chosen_plan.stages[0].remat
+    assert chosen_plan.predicted.peak_bytes <= limit
 
 
 def random_problem(rng):
@@ -184,18 +192,19 @@ def test_each_op_takes_what_is_cheapest_as_its_operands_lie(seed):
             if t.producer in assignment
             and (uses := tuple(u for u in t.uses if u.choice in assignment))
         ]
-        free = [
-            Choice(c.name, c.cost if i in assignment else c.cost * 0, c.memory)
-            for i, c in enumerate(problem.choices)
-        ]
+        free = []
+        for i, c in enumerate(problem.choices):
+            free.append(Choice(c.name, c.cost if i in assignment else c.cost * 0, c.memory))
         return evaluate(
             Problem(tuple(free), tuple(known)), [assignment.get(i, 0) for i in range(len(free))]
         )[0]
 
     for op in range(num_ops, 2 * num_ops):
-        new = {t.producer for t in problem.transfers if any(u.choice == op for u in t.uses)} - set(
-            decided
-        )
+        new = set()
+        for transfer in problem.transfers:
+            if op in [use.choice for use in transfer.uses]:
+                new.add(transfer.producer)
+        new -= set(decided)
         assert len(new) <= 1, "its own parameter; all else is decided"
         tried = {}
         for k in range(len(problem.choices[op].cost)):

@@ -66,7 +66,10 @@ def limited(problem: Problem, fraction: float) -> Problem:
 
 
 def check(problem: Problem) -> None:
-    fitting = [s for s, b in every(problem) if b <= problem.memory_limit and np.isfinite(s)]
+    fitting = []
+    for s, b in every(problem):
+        if b <= problem.memory_limit and np.isfinite(s):
+            fitting.append(s)
     if not fitting:
         with pytest.raises(PlanError):
             solve(problem)

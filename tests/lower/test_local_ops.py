@@ -1,8 +1,9 @@
-"""Every local implementation gives the whole op's results and gradients, under the dual-placement
-contract.
+"""Every local implementation gives the unsharded op's results and gradients, under the
+dual-placement contract.
 """
 
 import itertools
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -32,14 +33,17 @@ def part(tensor, layout, mesh):
 
 
 def assemble(parts, layout, shape, mesh_shape):
-    """The whole tensor from the ranks' parts; replicas must be bitwise equal."""
+    """The full tensor from the ranks' parts; replicas must be bitwise equal."""
     coordinates = list(itertools.product(*map(range, mesh_shape)))
     by_coordinate = dict(zip(coordinates, parts, strict=True))
     whole = torch.zeros(shape, dtype=parts[0].dtype)
     for coordinate, own in by_coordinate.items():
-        first = tuple(
-            0 if isinstance(p, Replicate) else c for p, c in zip(layout, coordinate, strict=True)
-        )
+        # the replica of the same shard on the first device of each replicated axis
+        first = list(coordinate)
+        for axis, placement in enumerate(layout):
+            if isinstance(placement, Replicate):
+                first[axis] = 0
+        first = tuple(first)
         torch.testing.assert_close(own, by_coordinate[first], rtol=0, atol=0, equal_nan=True)
         if first == coordinate:
             ranges = layout.slices(shape, mesh_shape, coordinate)
@@ -58,95 +62,144 @@ def backward_of(results):
 
 
 def check(call, operands, mesh_shape, texts, axes=None, tolerance=1e-12, build=build_local_op):
-    """Run whole and sharded; compare results and gradients; return the ranks' collective
-    records.
+    """Run unsharded and sharded, and compare results and gradients.
+
+    Returns:
+        The record of collectives of every axis, by rank.
     """
     strategies = tuple(map(AxisStrategy.parse, texts))
-    implementation = next(s.implementation for s in strategies if s.implementation)
-    axes = tuple(i for i, s in enumerate(strategies) if s.implementation) if axes is None else axes
+    if axes is None:
+        axes = tuple(i for i, s in enumerate(strategies) if s.implementation)
     leaves = [t.detach().clone().requires_grad_(t.requires_grad) for t in operands]
     expected = as_tuple(call.call(*leaves))
-    grads = [torch.randn_like(r) if r.requires_grad else None for r in expected]
+    grads = []
+    for r in expected:
+        if r.requires_grad:
+            grads.append(torch.randn_like(r))
+        else:
+            grads.append(None)
     torch.autograd.backward(
         [r for r in expected if r.requires_grad], [g for g in grads if g is not None]
     )
-    operand_duals = [tuple(s.inputs[i] for s in strategies) for i in range(len(operands))]
-    result_duals = [tuple(s.outputs[i] for s in strategies) for i in range(len(expected))]
+    operand_duals = []
+    for i in range(len(operands)):
+        operand_duals.append(tuple(s.inputs[i] for s in strategies))
+    result_duals = []
+    for i in range(len(expected)):
+        result_duals.append(tuple(s.outputs[i] for s in strategies))
 
     def work(mesh):
         mine = [
             part(t.detach(), value_layout(d), mesh).requires_grad_(t.requires_grad)
             for t, d in zip(operands, operand_duals, strict=True)
         ]
-        results_meta = tuple(
-            m.with_shape(value_layout(d).local_shape(m.shape, mesh.shape, mesh.coordinate))
-            for m, d in zip(call.results, result_duals, strict=True)
-        )
-        operands_meta = tuple(
-            m.with_shape(tuple(t.shape)) for m, t in zip(call.operands, mine, strict=True)
-        )
-        local = LocalCall(
-            OpCall(
-                call.target, call.args, call.kwargs, operands_meta, results_meta, call.returns_tuple
-            ),
-            implementation,
-            axes,
-        )
-        storages = [t.untyped_storage()._cdata for t in mine]
-        saved = set()
-
-        def pack(tensor):
-            storage = tensor.untyped_storage()._cdata
-            saved.update(i for i, operand in enumerate(storages) if operand == storage)
-            return tensor
-
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            results = as_tuple(build(call, strategies, local, mesh)(*mine))
-        nodes = backward_of(results)
-        for axis in mesh.axes:
-            axis.record.append(("backward", 0))
-        pairs = [
-            (r, part(g, grad_layout(d), mesh))
-            for r, g, d in zip(results, grads, result_duals, strict=True)
-            if g is not None
-        ]
-        torch.autograd.backward([r for r, _ in pairs], [g for _, g in pairs])
-        return (
-            [r.detach() for r in results],
-            [t.grad for t in mine],
-            [a.record for a in mesh.axes],
-            saved,
-            all(t.numel() for t in mine),
-            nodes,
-        )
+        local = local_call(call, strategies, axes, mine, result_duals, mesh)
+        return run_local(build(call, strategies, local, mesh), mine, grads, result_duals, mesh)
 
     ranks = run_on_threads(mesh_shape, work)
-    for i, result in enumerate(expected):
-        assert all(r[0][i].dtype == result.dtype for r in ranks)
-        whole = assemble(
-            [r[0][i] for r in ranks], value_layout(result_duals[i]), result.shape, mesh_shape
-        )
-        torch.testing.assert_close(
-            whole, result.detach(), rtol=tolerance, atol=tolerance, equal_nan=True
-        )
+    check_results(ranks, expected, result_duals, mesh_shape, tolerance)
     for i, leaf in enumerate(leaves):
         if leaf.requires_grad:
-            assert all(r[1][i] is not None for r in ranks), (
-                f"operand {i} has no gradient on some rank"
-            )
-            whole = assemble(
-                [r[1][i] for r in ranks], grad_layout(operand_duals[i]), leaf.shape, mesh_shape
-            )
-            torch.testing.assert_close(whole, leaf.grad, rtol=tolerance, atol=tolerance)
-    # A gathered parameter that is saved is gathered again in the backward, by all devices or by
-    # none; and all devices run the same backward: one node less on one of them, and they
-    # communicate in another order.
-    assert all(r[5] == ranks[0][5] for r in ranks if r[4])
-    saved = [r[3] for r in ranks if r[4]]  # parts without elements belong to no gathered parameter
-    assert all(names == saved[0] for names in saved), (
+            parts = [rank.gradients[i] for rank in ranks]
+            assert None not in parts, f"operand {i} has no gradient on some rank"
+            full = assemble(parts, grad_layout(operand_duals[i]), leaf.shape, mesh_shape)
+            torch.testing.assert_close(full, leaf.grad, rtol=tolerance, atol=tolerance)
+    check_same_backward(ranks)
+    return [rank.records for rank in ranks]
+
+
+def run_local(function, operands, grads, result_duals, mesh):
+    """Run forward and backward on one device, as a `LocalRun`."""
+    storages = [t.untyped_storage()._cdata for t in operands]
+    saved = set()
+
+    def pack(tensor):
+        storage = tensor.untyped_storage()._cdata
+        saved.update(i for i, operand in enumerate(storages) if operand == storage)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        results = as_tuple(function(*operands))
+    nodes = backward_of(results)
+    for axis in mesh.axes:
+        axis.record.append(("backward", 0))
+    differentiated = []
+    cotangents = []
+    for result, grad, duals in zip(results, grads, result_duals, strict=True):
+        if grad is not None:
+            differentiated.append(result)
+            cotangents.append(part(grad, grad_layout(duals), mesh))
+    torch.autograd.backward(differentiated, cotangents)
+    return LocalRun(
+        results=[r.detach() for r in results],
+        gradients=[t.grad for t in operands],
+        records=[axis.record for axis in mesh.axes],
+        saved=saved,
+        has_elements=all(t.numel() for t in operands),
+        nodes=nodes,
+    )
+
+
+def check_results(ranks, expected, result_duals, mesh_shape, tolerance):
+    """The ranks' results together are those of the unsharded op."""
+    for i, result in enumerate(expected):
+        parts = [rank.results[i] for rank in ranks]
+        assert all(local.dtype == result.dtype for local in parts)
+        full = assemble(parts, value_layout(result_duals[i]), result.shape, mesh_shape)
+        torch.testing.assert_close(
+            full, result.detach(), rtol=tolerance, atol=tolerance, equal_nan=True
+        )
+
+
+@dataclass
+class LocalRun:
+    """Forward and backward of an op on one rank."""
+
+    results: list[torch.Tensor]
+
+    # of the operands
+    gradients: list[torch.Tensor | None]
+
+    # collectives of every mesh axis
+    records: list
+
+    # indices of the operands that are saved for the backward
+    saved: set[int]
+
+    # whether each operand has an element on this rank
+    has_elements: bool
+
+    # names of the nodes of the backward
+    nodes: list[str]
+
+
+def local_call(call, strategies, axes, operands, result_duals, mesh):
+    """The call of one device on its local operands."""
+    implementation = next(s.implementation for s in strategies if s.implementation)
+    results_meta = []
+    for meta, duals in zip(call.results, result_duals, strict=True):
+        layout = value_layout(duals)
+        shape = layout.local_shape(meta.shape, mesh.shape, mesh.coordinate)
+        results_meta.append(meta.with_shape(shape))
+    operands_meta = []
+    for meta, operand in zip(call.operands, operands, strict=True):
+        operands_meta.append(meta.with_shape(tuple(operand.shape)))
+    local = replace(call, operands=tuple(operands_meta), results=tuple(results_meta))
+    return LocalCall(local, implementation, axes)
+
+
+def check_same_backward(ranks: list[LocalRun]) -> None:
+    """All devices run the same backward, and save the same operands for it.
+
+    A gathered parameter that is saved is re-gathered in the backward, by all devices or by none.
+    With a node less on one device, the devices would communicate in another order. Shards without
+    elements belong to no gathered parameter.
+    """
+    compared = [rank for rank in ranks if rank.has_elements]
+    assert all(rank.nodes == ranks[0].nodes for rank in compared)
+    assert all(rank.saved == compared[0].saved for rank in compared), (
         "devices differ in the operands that they save for the backward"
     )
-    return [r[2] for r in ranks]
 
 
 def rand(*shape, grad=True):
@@ -154,7 +207,7 @@ def rand(*shape, grad=True):
 
 
 # fraction
-# -------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("n", [2, 3])
@@ -192,7 +245,7 @@ def test_mean_loss_of_broadcast_operands():
 
 
 # bias_on_first
-# --------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------
 
 
 def test_row_parallel_linear():
@@ -241,7 +294,7 @@ def test_linear_without_bias_is_plain():
 
 
 # vocab_embedding
-# ------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("padding_idx", [-1, 0, 6])
@@ -284,7 +337,7 @@ def test_vocabulary_parallel_bags(padding_idx, mode, weighted):
 
 
 # vocab_cross_entropy
-# --------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------
 
 
 def cross_entropy_call(logits, target, weight=None, ignore_index=-100, smoothing=0.0):
@@ -407,7 +460,7 @@ def test_cross_entropy_target_out_of_range():
 
 
 # batch_norm_sync
-# ------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------
 
 
 def in_parts(call, strategies, local, mesh):
@@ -476,7 +529,7 @@ def test_batch_norm_in_bfloat16(build, dtype):
 @pytest.mark.parametrize("groups", [1, 2])
 @pytest.mark.parametrize("dims", [1, 2, 3])
 def test_one_by_one_convolutions_are_onednn_s_and_give_the_same(dims, groups, stride):
-    """One thread and few rows: PyTorch would make a matrix product of them by a slower library."""
+    """One thread and few rows: PyTorch would make a matmul of them by a slower library."""
     convolve = (aten.conv1d, aten.conv2d, aten.conv3d)[dims - 1].default
     x, weight = (
         torch.randn(2, 4, *(6,) * dims, requires_grad=True),

@@ -1,4 +1,4 @@
-"""Any assignment of strategies is right, not only the solver's: random plans equal the whole step
+"""Any assignment of strategies is right, not only the solver's: random plans equal the full step
 and its gradients.
 """
 

@@ -1,6 +1,6 @@
 """Programs make nothing on the host but what a CPU job does: on another device (here meta, CUDA's
 stand-in where there
-is no GPU) every value, gradient and random number lies there. A tensor of the host among its
+is no GPU) every value, gradient and random number is there. A tensor of the host among its
 operands is an error."""
 
 from __future__ import annotations
@@ -41,10 +41,11 @@ def test_a_lowered_program_stays_on_its_device(name):
                 local = cut(case.parameters[p.name], layout, mesh).to(META)
                 parameters[p.name] = local.requires_grad_(p.meta.requires_grad)
             buffers = {name: buffer.to(META) for name, buffer in case.buffers.items()}
-            batch = [
-                cut(tensor, Layout.parse("S0" if leaf.batch_dim == 0 else "R"), mesh).to(META)
-                for leaf, tensor in zip(case.step.batch, case.batch, strict=True)
-            ]
+            batch = []
+            for leaf, tensor in zip(case.step.batch, case.batch, strict=True):
+                batch.append(
+                    cut(tensor, Layout.parse("S0" if leaf.batch_dim == 0 else "R"), mesh).to(META)
+                )
             outputs, _, _ = program(parameters, buffers, batch)
             outputs[case.step.loss].backward()
             return [*outputs.values(), *(p.grad for p in parameters.values() if p.grad is not None)]
@@ -68,7 +69,7 @@ class Positions(LightningModule):
         return ((batch @ self.weight) @ mask * scale).sum()
 
 
-def test_the_reference_executor_makes_tensors_where_the_parameters_lie():
+def test_the_reference_executor_uses_the_parameters_device():
     """It runs what a pipeline computes before and after its stages."""
     module = Positions()
     step = capture_step(module, torch.zeros(3, 4))

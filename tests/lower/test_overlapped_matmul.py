@@ -31,7 +31,7 @@ CPU = torch.device("cpu")
 
 
 def planned(step: StepGraph, overlap: float, parallel: str = "tensor") -> Plan:
-    """Of the step on two GPUs that lie on PCIe."""
+    """Of the step on two GPUs that are on PCIe."""
     cluster = replace(
         ClusterSpec.load("pcie_8gpu", {"num_nodes": 1, "devices_per_node": 2}), overlap=overlap
     )
@@ -63,7 +63,7 @@ def test_weights_wait_until_the_sum_of_the_input_has_begun(monkeypatch):
     assert "rrsww" in first, "gate and up read one input"
 
 
-def test_no_products_of_their_own_where_the_backward_is_divided_or_differentiated():
+def test_matmul_rewrites_are_skipped_for_double_backward():
     case = captured("gpt", 2)
     stage = replace(planned(case.step, 0.0).stages[0], num_chunks={"linear_1": 2})
 

@@ -1,5 +1,5 @@
 """What the devices tell each other of the batch alone is begun before the forward; parameters are
-gathered ahead.
+prefetched.
 """
 
 from __future__ import annotations
@@ -151,7 +151,7 @@ def test_a_gathering_begins_with_the_casts_it_needs():
 
 
 def zero3(bandwidth: float) -> IntraOp:
-    """A GPT's problem on two devices, whose link moves so many bytes a second."""
+    """The problem of a GPT on two devices whose link moves `bandwidth` bytes per second."""
     links = {"intra_node.bandwidth": bandwidth}
     cluster = ClusterSpec.load("pcie_8gpu", {"num_nodes": 1, "devices_per_node": 2, **links})
     tables = OptionTables(
@@ -164,26 +164,28 @@ def test_as_many_bytes_are_gathered_ahead_as_hide_the_gathering():
     """By a simulation of the forward: nothing is hidden of a slow link; of others what can be, by
     the fewest bytes.
     """
-    found = []
+    results = []
     for bandwidth in (1e6, 1e9, 1e11):
         intra = zero3(bandwidth)
         assignment = solve(
             restrict(intra, PlanOptions(parallel="zero3"), OptimizerInfo()).problem
         ).assignment
         gatherings = sorted(_gatherings(intra, assignment), key=lambda each: each.op)
-        largest, total = (f(each.num_bytes for each in gatherings) for f in (max, sum))
+        gathered_bytes = [gathering.num_bytes for gathering in gatherings]
+        largest = max(gathered_bytes)
+        total = sum(gathered_bytes)
         of_ops = zip(intra.ops, assignment[len(intra.parameters) :], strict=False)
         before = np.cumsum([0.0, *(float(options.forward_seconds[k]) for options, k in of_ops)])
-        found.append(bytes_ahead(intra, assignment, math.inf))
-        seconds = _forward_seconds(gatherings, before, found[-1])
+        results.append(bytes_ahead(intra, assignment, math.inf))
+        seconds = _forward_seconds(gatherings, before, results[-1])
         assert seconds <= 1.005 * _forward_seconds(gatherings, before, total)
-        assert found[-1] == 0 or _forward_seconds(gatherings, before, found[-1] // 2) > seconds
+        assert results[-1] == 0 or _forward_seconds(gatherings, before, results[-1] // 2) > seconds
         assert bytes_ahead(intra, assignment, largest - 1) == 0
         # Nothing ahead: one after the other, as the ILP has it.
         alone = before[-1] + sum(each.seconds for each in gatherings)
         assert _forward_seconds(gatherings, before, 0) == pytest.approx(alone)
-    assert found[0] == 0
-    assert found[2] > 0
+    assert results[0] == 0
+    assert results[2] > 0
 
 
 class Recorded:

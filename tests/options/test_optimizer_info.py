@@ -62,7 +62,7 @@ def test_state_bytes_follow_the_users_settings(optimizer, state_bytes: float) ->
 
 
 class NormScaled(torch.optim.Optimizer):
-    """LARS-like: the step is scaled by the whole parameter's norm, so shards would differ."""
+    """LARS-like: the step is scaled by the unsharded parameter's norm, so shards would differ."""
 
     def __init__(self, params, lr: float) -> None:
         super().__init__(params, {"lr": lr})
@@ -152,14 +152,14 @@ class Sometimes(NormScaled):
 
 
 class ScheduleFree(torch.optim.SGD):
-    """With weights of its own for evaluation, which hooks ask for."""
+    """With weights of its own for evaluation, which hooks request."""
 
     def train(self) -> None: ...
 
     def eval(self) -> None: ...
 
 
-def test_what_changes_weights_for_evaluation_needs_all_of_its_state() -> None:
+def test_evaluation_weights_need_the_full_state() -> None:
     info = inspect_optimizer(ScheduleFree(parameter(), lr=0.1))
     assert (info.element_wise, info.parameter_wise) == (False, False)
 

@@ -20,7 +20,7 @@ from alpa_strategy.comm.mesh import build_stage_meshes
 from alpa_strategy.comm.reshard import Reshard
 from alpa_strategy.ir.graph import BatchInput, ParameterInput, StepGraph
 from alpa_strategy.ir.op import TensorMeta
-from alpa_strategy.ir.placement import INVARIANT, PARTIAL, REPLICATE, Layout, dual_layout, shard
+from alpa_strategy.ir.placement import INVARIANT, Layout, dual_layout
 from alpa_strategy.ir.plan import ParameterPlan
 from alpa_strategy.microbatch.rules import SUM, WHOLE, MicrobatchPlacement
 from alpa_strategy.microbatch.transform import MicroStep
@@ -31,7 +31,10 @@ from alpa_strategy.pipeline.stage_worker import OwnStage
 from alpa_strategy.sharding.cross_mesh import StageSpec
 
 WIDTH, ROWS = 6, 144
-IDS, LOSS, ROW_MEANS, COUNT = 100, 200, 201, 202
+IDS = 100
+LOSS = 200
+ROW_MEANS = 201
+COUNT = 202
 F64 = torch.float64
 
 
@@ -81,7 +84,7 @@ def whole_step(net, batch):
 class StageCase:
     """A stage of the net. `style` per mesh axis: rows cut (`S0`), work repeated (`R`) or
     column-parallel (`T`); `modes`
-    are those of its parameters' plans (default: what the style asks for)."""
+    are those of its parameters' plans (default: what the style requests)."""
 
     ranks: tuple[int, ...]
     layers: tuple[int, ...]
@@ -95,36 +98,42 @@ class StageCase:
 
     @property
     def styles(self):
-        found = self.style.split()
-        return found if len(found) == len(self.shape) else found * len(self.shape)
+        """One style per mesh axis: S0 (data parallel), R (replicated), T (column parallel)."""
+        styles = self.style.split()
+        return styles if len(styles) == len(self.shape) else styles * len(self.shape)
+
+    def per_axis(self, of_style: dict[str, str]) -> str:
+        """The text of a layout whose placement on each axis depends on the axis's style."""
+        return " ".join(of_style[style] for style in self.styles)
 
     @property
     def rows(self) -> Layout:
-        return Layout.parse(" ".join("S0" if s == "S0" else "R" for s in self.styles))
+        return Layout.parse(self.per_axis({"S0": "S0", "R": "R", "T": "R"}))
 
     @property
     def plan(self) -> ParameterPlan:
-        modes = self.modes.split() or [{"S0": "R*", "R": "R", "T": "S0"}[s] for s in self.styles]
-        return ParameterPlan.parse(" ".join(modes))
+        return ParameterPlan.parse(self.modes or self.per_axis({"S0": "R*", "R": "R", "T": "S0"}))
 
 
 def program_of(case: StageCase, mesh, net, sent, is_last, rows):
-    """The program of the stage's only span: see `SpanProgram`."""
+    """The `SpanProgram` of the stage's only recompute segment."""
     num_layers = len(net.layers)
+    invariant = (INVARIANT,) * len(case.shape)
     kept = dual_layout(str(case.rows))
     # Column-parallel axes: the input's gradient is a sum over them, the output is gathered.
-    wide = tuple(REPLICATE if s == "T" else d for s, d in zip(case.styles, kept, strict=True))
-    columns = tuple(shard(1) if s == "T" else d for s, d in zip(case.styles, kept, strict=True))
-    into, out = (Reshard(a, b, (rows, WIDTH), mesh) for a, b in ((kept, wide), (columns, kept)))
-    summed = tuple(PARTIAL if s == "S0" else INVARIANT for s in case.styles)
-    total = Reshard(summed, (INVARIANT,) * len(case.shape), (), mesh)
-    means = Reshard(kept, (INVARIANT,) * len(case.shape), (rows,), mesh)
-    stored = map(str, case.plan.modes)
-    used = dual_layout(
-        " ".join("S0" if s == "T" else "R*" if s == "S0" else "R" for s in case.styles)
-    )
-    from_storage = dual_layout(" ".join(m if m[0] != "G" else "R*" for m in stored))
-    gather = Reshard(from_storage, used, (WIDTH, WIDTH), mesh)
+    wide = dual_layout(case.per_axis({"S0": "S0", "R": "R", "T": "R*"}))
+    columns = dual_layout(case.per_axis({"S0": "S0", "R": "R", "T": "S1"}))
+    into = Reshard(kept, wide, (rows, WIDTH), mesh)
+    out = Reshard(columns, kept, (rows, WIDTH), mesh)
+    summed = dual_layout(case.per_axis({"S0": "P", "R": "R", "T": "R"}))
+    total = Reshard(summed, invariant, (), mesh)
+    means = Reshard(kept, invariant, (rows,), mesh)
+    used = dual_layout(case.per_axis({"S0": "R*", "R": "R", "T": "S0"}))
+    stored = []
+    for mode in map(str, case.plan.modes):
+        # parameters that are gathered once a step arrive unsharded
+        stored.append("R*" if mode[0] == "G" else mode)
+    gather = Reshard(dual_layout(" ".join(stored)), used, (WIDTH, WIDTH), mesh)
 
     def program(inputs):
         h, batch = dict(inputs.received), inputs.batch
@@ -155,41 +164,15 @@ def program_of(case: StageCase, mesh, net, sent, is_last, rows):
 
 def build(cases, schedule, num_microbatches, num_layers, tied=False, cluster=None):
     """(net with this rank's shards, Pipeline, {stage: OwnStage})."""
-    net, rows = make_net(num_layers, tied), ROWS // num_microbatches
+    net = make_net(num_layers, tied)
+    rows = ROWS // num_microbatches
     rank = dist.get_rank()
     meshes = build_stage_meshes([(case.shape, case.ranks) for case in cases])
     last = len(cases) - 1
-    makes = {layer + 1: i for i, case in enumerate(cases) for layer in case.layers} | {IDS: 0}
-    received = []
-    for i, case in enumerate(cases):
-        needs = set(case.layers) - {0}
-        if num_layers - 1 in case.layers and num_layers > 1:
-            needs |= {1, IDS}
-        received.append(sorted(v for v in needs if makes[v] != i))
-    sent = [
-        sorted({v for need in received for v in need if makes[v] == i}) for i in range(len(cases))
-    ]
+    received, sent = boundary_values(cases, num_layers)
     specs = []
     for i, case in enumerate(cases):
-        layouts = dict.fromkeys((*received[i], *sent[i]), case.rows)
-        batch = {
-            **({0: case.rows, 2: case.rows} if i == 0 else {}),
-            **({1: case.rows} if i == last else {}),
-        }
-        specs.append(
-            StageSpec(
-                ranks=case.ranks,
-                mesh_shape=case.shape,
-                received={v: layouts[v] for v in received[i]},
-                sent={v: layouts[v] for v in sent[i]},
-                batch=batch,
-                escaping=(LOSS, ROW_MEANS, COUNT) if i == last else (),
-                buffer_updates={"count": COUNT} if i == last else {},
-            )
-        )
-    metas = {layer + 1: TensorMeta((rows, WIDTH), F64, True) for layer in range(num_layers)}
-    metas |= {IDS: TensorMeta((rows,), torch.int64), LOSS: TensorMeta((), F64, True)}
-    metas |= {ROW_MEANS: TensorMeta((rows,), F64), COUNT: TensorMeta((), F64)}
+        specs.append(stage_spec(case, received[i], sent[i], i == 0, i == last))
     names = [f"layers.{i}.weight" for i in range(num_layers - tied)]
     users = {n: [] for n in names}
     for i, case in enumerate(cases):
@@ -200,7 +183,10 @@ def build(cases, schedule, num_microbatches, num_layers, tied=False, cluster=Non
         if rank not in case.ranks:
             continue
         mesh = meshes[i]
-        mine = [n for n in names if any(cases[user].ranks == case.ranks for user in users[n])]
+        mine = []
+        for n in names:
+            if any(cases[user].ranks == case.ranks for user in users[n]):
+                mine.append(n)
         inputs = tuple(ParameterInput(0, (n,), TensorMeta((WIDTH, WIDTH), F64, True)) for n in mine)
         store = stores.get(case.ranks)
         if store is None:
@@ -221,20 +207,64 @@ def build(cases, schedule, num_microbatches, num_layers, tied=False, cluster=Non
         if len({cases[i].ranks for i in stages}) > 1:
             uses = tuple((i, name, cases[i].plan.layout) for i in stages)
             shared.append(SharedParameter((WIDTH, WIDTH), F64, uses))
+    micro = MicroStep(
+        num_microbatches,
+        microbatch_graph(num_layers, rows),
+        states={LOSS: SUM, ROW_MEANS: MicrobatchPlacement("rows", 0), COUNT: WHOLE},
+    )
+    spec = PipelineSpec(micro, tuple(specs), schedule, tuple(shared), cluster)
+    return net, Pipeline(spec, own, torch.device("cpu")), own
+
+
+def boundary_values(cases, num_layers):
+    """(values that each stage receives, values that each stage sends)."""
+    maker = {IDS: 0}
+    for i, case in enumerate(cases):
+        for layer in case.layers:
+            maker[layer + 1] = i
+    received = []
+    for i, case in enumerate(cases):
+        needs = set(case.layers) - {0}
+        if num_layers - 1 in case.layers and num_layers > 1:
+            needs |= {1, IDS}
+        received.append(sorted(value for value in needs if maker[value] != i))
+    sent = [set() for _ in cases]
+    for values in received:
+        for value in values:
+            sent[maker[value]].add(value)
+    return received, [sorted(values) for values in sent]
+
+
+def stage_spec(case, received, sent, is_first, is_last):
+    """The StageSpec of one stage; all values between stages have the layout of its batch."""
+    batch = {}
+    if is_first:
+        batch |= {0: case.rows, 2: case.rows}
+    if is_last:
+        batch |= {1: case.rows}
+    return StageSpec(
+        ranks=case.ranks,
+        mesh_shape=case.shape,
+        received=dict.fromkeys(received, case.rows),
+        sent=dict.fromkeys(sent, case.rows),
+        batch=batch,
+        escaping=(LOSS, ROW_MEANS, COUNT) if is_last else (),
+        buffer_updates={"count": COUNT} if is_last else {},
+    )
+
+
+def microbatch_graph(num_layers, rows):
+    """The StepGraph of one micro-batch of `rows` samples: its values and its batch, no ops."""
+    metas = {layer + 1: TensorMeta((rows, WIDTH), F64, True) for layer in range(num_layers)}
+    metas |= {IDS: TensorMeta((rows,), torch.int64), LOSS: TensorMeta((), F64, True)}
+    metas |= {ROW_MEANS: TensorMeta((rows,), F64), COUNT: TensorMeta((), F64)}
     values = tuple(metas.get(value, TensorMeta((), F64)) for value in range(max(metas) + 1))
     batch = (
         BatchInput(-1, 0, TensorMeta((rows, WIDTH), F64), 0),
         BatchInput(-1, 1, TensorMeta((rows, WIDTH), F64), 0),
         BatchInput(-1, 2, TensorMeta((rows,), torch.int64), 0),
     )
-    graph = StepGraph(values, (), (), batch, (), (), LOSS, None)
-    micro = MicroStep(
-        num_microbatches,
-        graph,
-        states={LOSS: SUM, ROW_MEANS: MicrobatchPlacement("rows", 0), COUNT: WHOLE},
-    )
-    spec = PipelineSpec(micro, tuple(specs), schedule, tuple(shared), cluster)
-    return net, Pipeline(spec, own, torch.device("cpu")), own
+    return StepGraph(values, (), (), batch, (), (), LOSS, None)
 
 
 def with_program(stage, program):
@@ -266,11 +296,11 @@ def check_steps(
         torch.testing.assert_close(values[ROW_MEANS], means, rtol=1e-12, atol=1e-12)
         assert values[COUNT].item() == (step + 1) * num_microbatches
         stores = {id(o.store): o.store for o in own.values()}
-        found = {id(p): g for p, g in gradients}
+        results = {id(p): g for p, g in gradients}
         for store in stores.values():
             for parameter, sharded in store._by_parameter.items():
                 name = sharded.name
-                whole = sharded.gather_like(found[id(parameter)])
+                whole = sharded.gather_like(results[id(parameter)])
                 torch.testing.assert_close(whole, grads[name], rtol=1e-12, atol=1e-12)
                 assert parameter.grad is None
             store.after_optimizer_step()

@@ -103,8 +103,8 @@ def test_no_schedule_of_ours_locks_up_or_lies_elsewhere(schedule):
                     meshes = {
                         action.stage: mesh for mesh, order in enumerate(orders) for action in order
                     }
-                    found = [meshes[stage] for stage in sorted(meshes)]
-                    assert found == (folded if schedule == "ZBVZeroBubble" else looped)
+                    results = [meshes[stage] for stage in sorted(meshes)]
+                    assert results == (folded if schedule == "ZBVZeroBubble" else looped)
                     timeline(
                         schedule, [1.0] * num_meshes * v, [1.0] * num_meshes * v, count, num_meshes
                     )

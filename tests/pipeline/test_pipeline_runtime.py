@@ -50,8 +50,8 @@ def run_schedule(schedule, num_microbatches):
 @pytest.mark.parametrize("schedule", STAGES)
 def test_microbatches_in_flight_are_what_the_schedule_promises(pool, schedule):
     num_ranks = len({stage.ranks for stage in STAGES[schedule]})
-    found = pool.run(num_ranks, run_schedule, schedule, 6)
-    assert tuple(found) == in_flight(schedule, num_ranks, 6, len(STAGES[schedule]) // num_ranks)
+    per_rank = pool.run(num_ranks, run_schedule, schedule, 6)
+    assert tuple(per_rank) == in_flight(schedule, num_ranks, 6, len(STAGES[schedule]) // num_ranks)
 
 
 def executed(schedule, num_microbatches):
@@ -78,9 +78,17 @@ def executed(schedule, num_microbatches):
 def test_what_was_planned_is_executed(pool, schedule):
     """In torch's orders, see tests/inter_op/test_schedules.py."""
     num_ranks = len({stage.ranks for stage in STAGES[schedule]})
-    found = pool.run(num_ranks, executed, schedule, 6)
+    per_rank = pool.run(num_ranks, executed, schedule, 6)
     planned = actions(schedule, num_ranks, 6, len(STAGES[schedule]) // num_ranks)
-    assert found == [[f"{a.stage}{a.kind}{a.microbatch}" for a in row] for row in planned]
+    texts = []
+    for row in planned:
+        texts.append([f"{a.stage}{a.kind}{a.microbatch}" for a in row])
+    assert per_rank == texts
+
+
+def no_random_state():
+    """A bookmark of a program without random numbers."""
+    return nullcontext
 
 
 def run_watched(schedule, recomputes=False):
@@ -107,10 +115,16 @@ def run_watched(schedule, recomputes=False):
 
         def program(inputs, inner=stage.program.spans[0].program):
             escaping, sent, made = inner(inputs)
-            sent = {v: Watched.apply(t) if t.requires_grad else t for v, t in sent.items()}
+            for value, tensor in sent.items():
+                if tensor.requires_grad:
+                    sent[value] = Watched.apply(tensor)
             return escaping, sent, made
 
-        bookmark = (lambda: nullcontext) if recomputes else None  # nothing random to draw again
+        # the recomputation draws no random numbers, so its bookmark restores nothing
+        if recomputes:
+            bookmark = no_random_state
+        else:
+            bookmark = None
         stage.program = replace(with_program(stage.program, program), bookmark=bookmark)
     gc.collect()
     gc.disable()
@@ -170,8 +184,8 @@ def gather_on_the_target():
 
 
 def test_replicas_of_the_target_share_what_they_receive(pool):
-    found = pool.run(4, gather_on_the_target)
-    assert all(any(gathers) for gathers in found)
+    per_rank = pool.run(4, gather_on_the_target)
+    assert all(any(gathers) for gathers in per_rank)
 
 
 def lose_rank():
@@ -243,14 +257,17 @@ def break_off_and_go_on(schedule):
 
     def failing(inputs):
         calls.append(None)
-        if len(calls) == 4 - min(own):  # nobody waits for what another has not sent
+        # at a moment when no rank waits for a message that another has not sent
+        if len(calls) == 4 - min(own):
             raise ValueError("of the user's own")
         return whole.spans[0].program(inputs)
 
     stage.program = with_program(whole, failing)
     with pytest.raises(ValueError, match="of the user's own"):
         pipeline.step(rank_rows(global_batch()))
-    assert not any(worker._in_flight or worker.escaped for worker in pipeline._workers.values())
+    for worker in pipeline._workers.values():
+        assert not worker._in_flight
+        assert not worker.escaped
     stage.program = whole
     for index, restored in own.items():
         restored.buffers.update(buffers[index])

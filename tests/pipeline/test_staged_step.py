@@ -126,10 +126,10 @@ def given_values(micro, parameters, buffers, leaves):
     """What the micro-batches are given by the prologue."""
     if micro.prologue is None:
         return {}
-    found = run_step(
+    outputs = run_step(
         micro.prologue, parameters, buffers, [leaves[b.leaf] for b in micro.prologue.batch]
     )
-    return {value: found[source] for value, source in micro.given.items()}
+    return {value: outputs[source] for value, source in micro.given.items()}
 
 
 def run_planned(name, options):
@@ -158,7 +158,7 @@ def run_model(name, places, schedule, num_microbatches, seed, remat=False):
 
 
 def compare(name, case, micro, stages, schedule):
-    """Two steps of the pipeline against the whole step."""
+    """Two steps of the pipeline against the full step."""
     module, step, whole, mine = case
     parameters = {
         p.name: module.get_parameter(p.name).detach().clone().view(p.meta.shape)
@@ -280,7 +280,7 @@ def run_in_half(places, remat):
     stores = sharded(module, micro, stages, meshes)
     leaves = torch.utils._pytree.tree_leaves(mine)
     given = given_values(micro, {}, {}, torch.utils._pytree.tree_leaves(whole))
-    found = []
+    results = []
     for recompute_per_microbatch in (False, True):
         own = [
             replace(stage, recompute_per_microbatch=recompute_per_microbatch) for stage in stages
@@ -288,10 +288,10 @@ def run_in_half(places, remat):
         run_places = StagePlaces(meshes, stage_randoms(stages, meshes, seed=0), torch.device("cpu"))
         pipeline = build_pipeline(module, micro, own, "1F1B", run_places, stores)
         values, gradients = pipeline.step([leaves[b.leaf] for b in micro.graph.batch], given)
-        found.append((values[micro.graph.loss].item(), [g.tolist() for _, g in gradients]))
+        results.append((values[micro.graph.loss].item(), [g.tolist() for _, g in gradients]))
         for store in stores.values():
             store.after_optimizer_step()
-    return found
+    return results
 
 
 @pytest.mark.parametrize("remat", [False, True], ids=["", "remat"])
@@ -392,7 +392,7 @@ def run_and_count(cuts):
     return saved.most, values[graph.loss].item()
 
 
-def test_layer_by_layer_less_is_saved_than_by_recomputing_a_stage_as_a_whole(pool):
+def test_recomputing_by_segments_saves_less_than_a_full_stage(pool):
     (kept, loss), (whole, loss_again), (layers, loss_by_layers) = (
         pool.run(1, run_and_count, cuts)[0] for cuts in (None, "whole", "layers")
     )

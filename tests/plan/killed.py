@@ -1,4 +1,4 @@
-"""Runs a function in a child process that is killed when it has stored so many results."""
+"""Runs a function in a child process that is killed after it has stored `n` results."""
 
 import os
 import signal
@@ -37,7 +37,7 @@ def in_child(work: Callable[[], object], folder: Path, kill_after: int | None = 
 
 
 def _count(path: Path, kill_after: int | None) -> None:
-    """Store all results from here on, note how many there are, and die after so many."""
+    """Store all results from here on, write their number to `path`, and die after `kill_after`."""
     partial_results.LEAST_SECONDS = 0.0
     write = PartialResults._write
     count = 0

@@ -41,12 +41,16 @@ def plan(model, rows, around=None, devices=4, length=None, **options):
     module = MODELS[model]() if isinstance(model, str) else model()
     batch = module.example_batch(rows)
     options = PlanOptions.from_user(**options)
-    batch = batch if length is None else tuple(part[:, :length] for part in batch)
-    found = make_plan(module, batch, cluster(devices), options, around=around)
+    if length is not None:
+        batch = tuple(part[:, :length] for part in batch)
+    chosen_plan = make_plan(module, batch, cluster(devices), options, around=around)
     step = capture_step(module, batch, world_size=devices, batch_scope=options.rows)
-    micro = microbatch(step, found.num_microbatches, devices) if found.is_pipelined else None
-    check_plan(found, micro.graph if micro else step, devices, micro.given if micro else ())
-    return found
+    if chosen_plan.is_pipelined:
+        micro = microbatch(step, chosen_plan.num_microbatches, devices)
+        check_plan(chosen_plan, micro.graph, devices, micro.given)
+    else:
+        check_plan(chosen_plan, step, devices, ())
+    return chosen_plan
 
 
 def stored(found):
@@ -82,7 +86,7 @@ def test_the_same_step_around_its_own_plan_is_that_plan():
     assert again.stages[0].strategies == first.stages[0].strategies
 
 
-def test_another_step_of_the_same_module_finds_its_parameters_where_they_lie():
+def test_two_steps_of_one_module_share_storage_placements():
     first = plan("mlp", 8, placements={"net.0.*": "S0 R*", "net.2.*": "R* R"}, logical_mesh=(2, 2))
     other = plan(Shallow, 4, first)
     assert stored(other) == stored(first)

@@ -91,8 +91,8 @@ def test_reduction_hides_behind_the_backward_at_most(bandwidth):
 
 
 def test_what_hides_behind_the_backward_is_not_paid_for():
-    """All-reduces so dear that ZeRO's two halves add up to less, but they run beside the backward
-    and it has time.
+    """All-reduces so dear that ZeRO's two halves add up to less, but they run overlapped with the
+    backward and it has time.
     """
     slow = replace(
         cluster(2e10), tables=(CommTable("all_reduce", 2, 1, ((2**20, 1e-4), (2**30, 1e-1))),)
@@ -103,8 +103,8 @@ def test_what_hides_behind_the_backward_is_not_paid_for():
     assert hidden_seconds(best) < hidden_seconds(solved)
 
 
-def test_stages_on_one_mesh_see_it_as_one_grid_whatever_is_best_for_each(monkeypatch):
-    """Tied weights in the first and the last stage, which have a mesh in common: they lie in one
+def test_stages_on_one_mesh_have_one_logical_shape(monkeypatch):
+    """Tied weights in the first and the last stage, which have a mesh in common: they are in one
     way.
     """
     solve = pipeline_search.solved_plan
@@ -119,8 +119,8 @@ def test_stages_on_one_mesh_see_it_as_one_grid_whatever_is_best_for_each(monkeyp
         batch_scope="global", num_stages=4, num_microbatches=4, schedule="ZBVZeroBubble"
     )
     spec = ClusterSpec.load("pcie_8gpu", {"num_nodes": 1})
-    found = make_plan(module, module.example_batch(16), spec, options)
-    assert [(stage.first_device, stage.logical_mesh[0]) for stage in found.stages] == [
+    chosen_plan = make_plan(module, module.example_batch(16), spec, options)
+    assert [(stage.first_device, stage.logical_mesh[0]) for stage in chosen_plan.stages] == [
         (0, 4),
         (4, 2),
         (4, 2),
@@ -143,7 +143,7 @@ def on_one_device(model: str, rows: int, share: float, **options):
 
 
 @pytest.mark.parametrize("options", [{}, {"num_stages": 1}, {"parallel": "data"}], ids=str)
-def test_micro_batches_are_for_what_does_not_fit_whoever_decides_what_is_made_again(options):
+def test_micro_batches_only_if_the_batch_does_not_fit(options):
     pinned = on_one_device("gpt", 256, 0.2, remat=True, **options)
     solved = on_one_device("gpt", 256, 0.2, **options)
     assert pinned.num_microbatches > 1
@@ -151,7 +151,7 @@ def test_micro_batches_are_for_what_does_not_fit_whoever_decides_what_is_made_ag
 
 
 @pytest.mark.parametrize("options", [{}, {"num_stages": 1}, {"remat": True}], ids=str)
-def test_little_memory_does_not_ask_for_statistics_of_micro_batches(options):
+def test_little_memory_does_not_require_micro_batch_statistics(options):
     with pytest.raises(DoesNotFitError):
         on_one_device("convnet", 256, 0.2, **options)
     assert on_one_device("convnet", 256, 0.2, num_microbatches=8, **options).num_microbatches == 8

@@ -29,9 +29,7 @@ class Wide(pl.LightningModule):
     [(True, 0.0, True), (True, 1.0, False), (False, 1.0, True)],
     ids=["quick host", "slow host", "declared devices"],
 )
-def test_data_parallelism_is_kept_where_the_host_takes_most_of_the_step(
-    measured, host_seconds, is_divided
-):
+def test_data_parallelism_stays_if_the_host_dominates(measured, host_seconds, is_divided):
     cluster = replace(NOMINAL, devices_per_node=2, measured=measured)
     optimizer = OptimizerInfo(step_seconds=host_seconds)
 

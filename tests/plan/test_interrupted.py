@@ -110,7 +110,12 @@ def test_several_processes_may_plan_the_same(stages, tmp_path):
     assert in_child(partial(run, STAGES), tmp_path, kill_after=total // 2) == -signal.SIGKILL
     children = []
     for number in range(2):
-        own = [f"{number}.json" if text == "plan.json" else text for text in STAGES]
+        own = []
+        for text in STAGES:
+            if text == "plan.json":
+                own.append(f"{number}.json")
+            else:
+                own.append(text)
         pid = os.fork()
         if pid == 0:
             code = 1

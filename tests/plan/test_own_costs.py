@@ -4,10 +4,9 @@ Public names only.
 
 from __future__ import annotations
 
-import lightning as L
 import pytest
 import torch
-from torch import nn
+from models import ReluTower
 
 from alpa_strategy import (
     AlpaError,
@@ -31,23 +30,12 @@ class SlowLinears(RooflineCosts):
         return (3 * forward, 3 * backward) if "linear" in call.target_name else (forward, backward)
 
 
-class Tower(L.LightningModule):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(
-            *(nn.Sequential(nn.Linear(512, 512), nn.ReLU()) for _ in range(4))
-        )
-
-    def training_step(self, batch):
-        return self.layers(batch).square().mean()
-
-    def configure_optimizers(self):
-        return torch.optim.Adam(self.parameters())
-
-
 def plan(**options) -> Plan:
     return make_plan(
-        Tower(), torch.zeros(4096, 512), CLUSTER, PlanOptions.from_user(parallel="data", **options)
+        ReluTower(512),
+        torch.zeros(4096, 512),
+        CLUSTER,
+        PlanOptions.from_user(parallel="data", **options),
     )
 
 
@@ -56,7 +44,7 @@ def test_a_plan_is_priced_by_the_model_that_is_given():
     assert slow.predicted.compute_seconds > 2 * usual.predicted.compute_seconds
     assert slow.fingerprint.differences(usual.fingerprint) == ["options"]
     same = make_plan(
-        Tower(),
+        ReluTower(512),
         torch.zeros(4096, 512),
         CLUSTER,
         PlanOptions(parallel="data"),

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import lightning as L
 import pytest
 import torch
-from torch import nn
+from models import ReluTower
 
 from alpa_strategy import (
     Action,
@@ -34,20 +33,6 @@ def waves(num_stages: int, num_microbatches: int, num_meshes: int) -> list[list[
     ]
 
 
-class Tower(L.LightningModule):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(
-            *(nn.Sequential(nn.Linear(256, 256), nn.ReLU()) for _ in range(4))
-        )
-
-    def training_step(self, batch):
-        return self.layers(batch).square().mean()
-
-    def configure_optimizers(self):
-        return torch.optim.Adam(self.parameters())
-
-
 CLUSTER = {"num_nodes": 1, "devices_per_node": 2}
 
 
@@ -56,12 +41,14 @@ def plan(schedule) -> Plan:
         batch_scope="global", schedule=schedule, num_stages=2, num_microbatches=8
     )
     return make_plan(
-        Tower(), torch.zeros(4096, 256), ClusterSpec.load("p3_16xlarge_x8", CLUSTER), options
+        ReluTower(256), torch.zeros(4096, 256), ClusterSpec.load("p3_16xlarge_x8", CLUSTER), options
     )
 
 
 def test_a_function_is_a_schedule(tmp_path):
-    own, gpipe, one = plan(waves), plan("GPipe"), plan("1F1B")
+    own = plan(waves)
+    gpipe = plan("GPipe")
+    one = plan("1F1B")
     assert own.schedule == "waves"
     assert one.predicted.step_seconds < own.predicted.step_seconds  # a bubble after every wave
     assert (

@@ -129,7 +129,7 @@ def test_a_folder_that_cannot_be_written_costs_one_line(tmp_path):
     assert (tmp_path / "file").read_text() == "no folder"
 
 
-def test_what_was_used_or_written_is_deleted_at_the_end_and_nothing_else(tmp_path):
+def test_only_used_files_are_deleted_at_the_end(tmp_path):
     folder = tmp_path / ".alpa" / "planning"
     computed(PartialResults(folder), key="of an interrupted one")
     computed(PartialResults(folder), key="of another planning")

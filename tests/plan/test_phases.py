@@ -16,7 +16,10 @@ from alpa_strategy.cli import main
 from alpa_strategy.errors import CaptureError, PlanError
 from alpa_strategy.planner.phases import capture_phases
 
-WIDTH, LAYERS, ROWS, DEVICES = 512, 6, 4, 4
+WIDTH = 512
+LAYERS = 6
+ROWS = 4
+DEVICES = 4
 LAYER = 4 * WIDTH**2  # bytes
 
 
@@ -67,7 +70,7 @@ def is_whole(phase):
     return set(phase.layout.split()[1:]) == {"R"}
 
 
-def test_phases_are_captured_without_gradients_but_for_the_one_that_trains():
+def test_only_the_training_phase_has_gradients():
     module = Actor()
     found = capture_phases(module, (torch.zeros(ROWS, WIDTH),), DEVICES, "rank", torch.enable_grad)
     assert list(found) == ["judge", "again", "act", "learn0"]
@@ -76,12 +79,15 @@ def test_phases_are_captured_without_gradients_but_for_the_one_that_trains():
             "judge" if name in ("judge", "again") else "actor"
         }
         made = [step.values[value] for op in step.ops for value in op.results]
-        assert (
-            any(meta.requires_grad for meta in (*made, *(p.meta for p in step.parameters)))
-            == phase.trains
-        )
-        given = step.batch if phase.trains else [step.values[value] for value in step.received]
-        rows = {(entry.meta if phase.trains else entry).shape[0] for entry in given}
+        parameters = [parameter.meta for parameter in step.parameters]
+        assert any(meta.requires_grad for meta in (*made, *parameters)) == phase.trains
+        if phase.trains:
+            given = step.batch
+        else:
+            given = [step.values[value] for value in step.received]
+        rows = set()
+        for entry in given:
+            rows.add((entry.meta if phase.trains else entry).shape[0])
         assert rows == {DEVICES * ROWS * (8 if phase.trains else 1)}
     assert all(p.requires_grad for p in module.actor.parameters())
     assert not module.judge.weight.requires_grad
@@ -120,7 +126,7 @@ def test_whole_parameters_are_brought_anywhere_for_nothing():
     assert phases["act"].moved_seconds in (None, 0.0)
 
 
-def test_what_is_frozen_lies_as_its_first_phase_wants_and_is_not_moved():
+def test_frozen_parameters_keep_the_placement_of_their_first_phase():
     _, phases = planned(parallel="zero3")
     assert phases["judge"].moved_seconds is None
     assert phases["again"].moved_seconds is None

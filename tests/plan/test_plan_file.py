@@ -43,7 +43,10 @@ def plans(draw: st.DrawFn) -> Plan:
     names = st.text(min_size=1, max_size=8)
     predicted = Predicted(draw(SECONDS), draw(st.integers(0, 10**15)), draw(SECONDS))
     remat, num_ops = draw(st.booleans()), draw(st.integers(1, 99))
-    cuts = draw(st.sets(st.integers(1, num_ops - 1), max_size=4)) if remat and num_ops > 1 else ()
+    if remat and num_ops > 1:
+        cuts = draw(st.sets(st.integers(1, num_ops - 1), max_size=4))
+    else:
+        cuts = ()
     stage = StagePlan(
         submesh=(draw(st.integers(1, 4)), draw(st.integers(1, 8))),
         first_device=draw(st.integers(0, 64)),

@@ -33,7 +33,12 @@ def test_it_is_halved_until_it_fits_and_then_left():
 
 
 def test_smaller_is_better_where_it_is_as_fast():
-    assert best_batch(tune_batch(planner(lambda n: n / 100 * (1 if n <= 16 else 1.5)), 64)) == 1
+
+    def seconds(num_samples):
+        factor = 1 if num_samples <= 16 else 1.5
+        return num_samples / 100 * factor
+
+    assert best_batch(tune_batch(planner(seconds), 64)) == 1
 
 
 def test_nothing_fits():

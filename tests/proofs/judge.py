@@ -120,7 +120,8 @@ def refutation(
     Shards of a random op draw other numbers than the whole (`runtime.random`): only shapes are
     compared.
     """
-    if is_random(call) or "empty" in call.target_name:  # what is in fresh memory is nobody's result
+    # values of fresh memory are no result
+    if is_random(call) or "empty" in call.target_name:
         return _shape_refutation(call, strategy, axis_size, operands)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -130,7 +131,7 @@ def refutation(
                 continue
             text = strategy if proved is call else _values_only(strategy)
             if PARTIAL in text.inputs and _makes_infinity(call, data):
-                # no evidence: summands of either sign divided by zero are infinity minus infinity
+                # no evidence: partial values of either sign by zero are infinity minus infinity
                 continue
             try:
                 prove(proved, (text,), axis_size, data, rtol=_tolerance(data))
@@ -154,7 +155,10 @@ def _values_only(strategy: AxisStrategy) -> AxisStrategy:
     """`R*` is `R` where no gradient flows."""
 
     def plain(duals: tuple[DualPlacement, ...]) -> tuple[DualPlacement, ...]:
-        return tuple(INVARIANT if dual == REPLICATE else dual for dual in duals)
+        plain_duals = []
+        for dual in duals:
+            plain_duals.append(INVARIANT if dual == REPLICATE else dual)
+        return tuple(plain_duals)
 
     return replace(strategy, inputs=plain(strategy.inputs), outputs=plain(strategy.outputs))
 
@@ -171,15 +175,17 @@ def _shape_refutation(
         local = localize(call, (strategy,), (axis_size,), (device,))
         with torch.random.fork_rng(devices=[]):
             results = local.call.call(*(part[(device,)] for part in parts))
-        shapes = [tuple(r.shape) for r in ((results,) if isinstance(results, Tensor) else results)]
+        if isinstance(results, Tensor):
+            results = (results,)
+        shapes = [tuple(result.shape) for result in results]
         if shapes != [meta.shape for meta in local.call.results]:
             return f"{call.target_name} as {strategy}: device {device} makes shapes {shapes}"
     return None
 
 
 def _tolerance(data: Sequence[Tensor]) -> float:
-    narrow = any(d.is_complex() and d.dtype != torch.complex128 for d in data)
-    return 1e-4 if narrow else 1e-6
+    complex_dtypes = {d.dtype for d in data if d.is_complex()}
+    return 1e-4 if complex_dtypes - {torch.complex128} else 1e-6
 
 
 def _with_ties(tensor: Tensor) -> Tensor:
@@ -187,7 +193,7 @@ def _with_ties(tensor: Tensor) -> Tensor:
 
 
 def _makes_infinity(call: OpCall, data: Sequence[Tensor]) -> bool:
-    """Whether a result of the whole op is infinite though the data is not."""
+    """Whether a result of the unsharded op is infinite though the data is not."""
     results = call.call(*data)
     results = (results,) if isinstance(results, Tensor) else results
     return any(bool(r.isinf().any()) for r in results) and not any(
@@ -196,13 +202,14 @@ def _makes_infinity(call: OpCall, data: Sequence[Tensor]) -> bool:
 
 
 def _runs(call: OpCall, data: Sequence[Tensor]) -> bool:
-    """Whether the whole op takes this data, forward and backward."""
-    leaves = [
-        (d.detach().double() if d.is_floating_point() else d.detach())
-        .clone()
-        .requires_grad_(m.requires_grad)
-        for d, m in zip(data, call.operands, strict=True)
-    ]
+    """Whether the unsharded op takes this data, forward and backward."""
+    leaves = []
+    for d, m in zip(data, call.operands, strict=True):
+        leaves.append(
+            (d.detach().double() if d.is_floating_point() else d.detach())
+            .clone()
+            .requires_grad_(m.requires_grad)
+        )
     try:
         results = call.call(*leaves)
         results = (results,) if isinstance(results, Tensor) else tuple(results)
@@ -262,14 +269,14 @@ def save(verdicts: Iterable[OpVerdict], path: Path = STORED) -> None:
 
 def merged(verdicts: Iterable[OpVerdict]) -> list[OpVerdict]:
     """One verdict an op, from those of several runs over different parts of the database."""
-    found: dict[str, OpVerdict] = {}
+    results: dict[str, OpVerdict] = {}
     for new in verdicts:
-        old = found.get(new.op)
+        old = results.get(new.op)
         if old is None:
-            found[new.op] = new
+            results[new.op] = new
             continue
         sharded = tuple(dict.fromkeys((*old.sharded, *new.sharded)))
-        found[new.op] = replace(
+        results[new.op] = replace(
             old,
             origin=new.origin if old.origin == "replicated" else old.origin,
             sharded=sharded,
@@ -278,4 +285,4 @@ def merged(verdicts: Iterable[OpVerdict]) -> list[OpVerdict]:
             wrong=(*old.wrong, *new.wrong),
             why="" if sharded else "; ".join(dict.fromkeys(filter(None, (old.why, new.why)))),
         )
-    return [found[op] for op in sorted(found)]
+    return [results[op] for op in sorted(results)]

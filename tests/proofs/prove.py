@@ -1,4 +1,5 @@
-"""Proof by experiment: an op on shards, recombined, must equal the whole op, forward and backward.
+"""Proof by experiment: an op on shards, recombined, must equal the unsharded op, forward and
+backward.
 
 The judge of rules: the tests prove every rule of the table with it.
 """
@@ -37,17 +38,19 @@ def prove(
     seed: int = 0,
     rtol: float = 1e-6,
 ) -> None:
-    """Run `call` whole and as `strategies` divide it over a mesh; ShardingError when the results or
-    gradients differ.
+    """Run `call` unsharded and sharded over a mesh by `strategies`, and compare.
 
     Args:
         call: the op at its global shapes.
         strategies: one per mesh axis.
         mesh_shape: axis sizes (an int for one axis).
         operands: data to use; `random_operands(call)` when None. Floating data is taken in float64.
-        seed: of the data, of the cotangents, and of how partial values are cut into summands.
+        seed: of the data, of the cotangents, and of the random split of partial values.
         rtol: relative tolerance; outputs that the op itself gives in a narrower dtype are compared
             at that dtype's.
+
+    Raises:
+        ShardingError: results or gradients differ, or the op cannot run on its shards.
     """
     mesh = (mesh_shape,) if isinstance(mesh_shape, int) else tuple(mesh_shape)
     strategies = tuple(strategies)
@@ -55,15 +58,41 @@ def prove(
     data = tuple(operands) if operands is not None else random_operands(call, generator)
     data = tuple(_to_float64(d) for d in data)
     outputs, grads, cotangents = _run_whole(call, data, generator)
-    coordinates = list(itertools.product(*map(range, mesh)))
 
-    inputs_at = _spread(
-        data, [[s.inputs[i].value for s in strategies] for i in range(len(data))], mesh, generator
-    )
-    output_grads = [
-        list(grad_layout(tuple(s.outputs[i] for s in strategies))) for i in range(len(outputs))
-    ]
+    operand_duals = list(zip(*(strategy.inputs for strategy in strategies), strict=True))
+    output_duals = list(zip(*(strategy.outputs for strategy in strategies), strict=True))
+    value_layouts = [list(value_layout(duals)) for duals in operand_duals]
+    inputs_at = _spread(data, value_layouts, mesh, generator)
+    output_grads = [list(grad_layout(duals)) for duals in output_duals]
     cotangents_at = _spread(cotangents, output_grads, mesh, generator)
+
+    local_results = _run_on_mesh(call, strategies, mesh, inputs_at, cotangents_at)
+
+    name = _describe(call, strategies, mesh)
+    for i, expected in enumerate(outputs):
+        pieces = {c: results[i] for c, (results, _) in local_results.items()}
+        layout = list(value_layout(output_duals[i]))
+        _compare(expected, pieces, layout, mesh, rtol, f"result {i} of {name}")
+    for i, expected in enumerate(grads):
+        if expected is None:
+            continue
+        pieces = {c: gradients[i] for c, (_, gradients) in local_results.items()}
+        layout = list(grad_layout(operand_duals[i]))
+        _compare(expected, pieces, layout, mesh, rtol, f"gradient of operand {i} of {name}")
+
+
+def _run_on_mesh(
+    call: OpCall,
+    strategies: tuple[AxisStrategy, ...],
+    mesh: tuple[int, ...],
+    inputs_at: dict[Coordinate, Tensors],
+    cotangents_at: dict[Coordinate, Tensors],
+) -> dict[Coordinate, tuple[Tensors, Tensors]]:
+    """Return (results, gradients of the operands) of every device of the mesh.
+
+    Raises:
+        ShardingError: the op cannot run on its shards.
+    """
 
     def local(coordinate: Coordinate, mesh_comm: ThreadMesh | None) -> tuple[Tensors, Tensors]:
         local_call = localize(call, strategies, mesh, coordinate)
@@ -73,41 +102,19 @@ def prove(
             call, function, local_call, inputs_at[coordinate], cotangents_at[coordinate]
         )
 
+    coordinates = list(itertools.product(*map(range, mesh)))
     try:
         if any(s.implementation for s in strategies):
-            found = dict(
-                zip(
-                    coordinates, run_on_threads(mesh, lambda m: local(m.coordinate, m)), strict=True
-                )
-            )
-        else:
-            found = {c: local(c, None) for c in coordinates}
+            # the implementations communicate: a thread per device
+            per_device = run_on_threads(mesh, lambda m: local(m.coordinate, m))
+            return dict(zip(coordinates, per_device, strict=True))
+        return {c: local(c, None) for c in coordinates}
     except ShardingError:
         raise
     except Exception as error:
         raise ShardingError(
             f"{_describe(call, strategies, mesh)} cannot run on shards: {error}"
         ) from error
-
-    for i, whole in enumerate(outputs):
-        layout = list(value_layout(tuple(s.outputs[i] for s in strategies)))
-        pieces = {c: found[c][0][i] for c in coordinates}
-        _compare(
-            whole, pieces, layout, mesh, rtol, f"result {i} of {_describe(call, strategies, mesh)}"
-        )
-    for i, whole in enumerate(grads):
-        if whole is None:
-            continue
-        layout = list(grad_layout(tuple(s.inputs[i] for s in strategies)))
-        pieces = {c: found[c][1][i] for c in coordinates}
-        _compare(
-            whole,
-            pieces,
-            layout,
-            mesh,
-            rtol,
-            f"gradient of operand {i} of {_describe(call, strategies, mesh)}",
-        )
 
 
 def random_operands(call: OpCall, generator: torch.Generator | None = None) -> tuple[Tensor, ...]:
@@ -126,9 +133,7 @@ def distribute(
     mesh_shape: Sequence[int],
     generator: torch.Generator,
 ) -> dict[Coordinate, Tensor]:
-    """What each device of the mesh holds of `tensor`; partial values are cut into random
-    summands.
-    """
+    """Return the local tensor of each device; a partial value is split at random."""
     if not mesh_shape:
         return {(): tensor}
     num_chunks = mesh_shape[0]
@@ -253,7 +258,10 @@ def _spread(
     each = [
         distribute(t, layout, mesh, generator) for t, layout in zip(tensors, layouts, strict=True)
     ]
-    return {c: tuple(e[c] for e in each) for c in itertools.product(*map(range, mesh))}
+    pieces = {}
+    for coordinate in itertools.product(*map(range, mesh)):
+        pieces[coordinate] = tuple(shards[coordinate] for shards in each)
+    return pieces
 
 
 def _check_shapes(local: LocalCall, operands: Sequence[Tensor]) -> None:

@@ -77,7 +77,8 @@ def _samples(info: Any, max_samples: int) -> list[Any]:
     )
     if dtype is None:
         return []
-    grad = bool(info.supports_autograd) and (dtype.is_floating_point or dtype.is_complex)
+    grad = bool(info.supports_autograd)
+    grad &= dtype.is_floating_point or dtype.is_complex
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         torch.manual_seed(0)
@@ -87,7 +88,8 @@ def _samples(info: Any, max_samples: int) -> list[Any]:
     largest, rest = samples[: max_samples // 2], samples[max_samples // 2 :]
     step = max(1, -(-len(rest) // max(max_samples - len(largest), 1)))
     chosen = [*largest, *rest[::step]]
-    return [*(wider for sample in chosen if (wider := _wider(sample)) is not None), *chosen]
+    wider = [_wider(sample) for sample in chosen]
+    return [*(sample for sample in wider if sample is not None), *chosen]
 
 
 def _wider(sample: Any) -> Any | None:
@@ -128,10 +130,12 @@ class _Sample(pl.LightningModule):
                 self.register_buffer(f"t{i}", leaf.detach().clone())
 
     def training_step(self, batch: Any, batch_idx: int) -> dict[str, Any]:
-        leaves = [
-            getattr(self, f"t{i}") if isinstance(x, Tensor) else x
-            for i, x in enumerate(self.leaves)
-        ]
+        leaves = []
+        for i, x in enumerate(self.leaves):
+            if isinstance(x, Tensor):
+                leaves.append(getattr(self, f"t{i}"))
+            else:
+                leaves.append(x)
         args, kwargs = pytree.tree_unflatten(leaves, self.spec)
         results = [
             x for x in pytree.tree_leaves(self.op[0](*args, **kwargs)) if isinstance(x, Tensor)

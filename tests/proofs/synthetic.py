@@ -58,12 +58,15 @@ class _Builder:
         """Add a choice (products of `rules`, operands then result); the number of its value."""
         axes = len(AXIS_SIZES)
         strategies = list(itertools.product(rules, repeat=axes))
-        code = np.array(
-            [[_code([rule[i] for rule in s]) for i in range(len(rules[0]))] for s in strategies]
-        )
-        split = np.array(
-            [_num_parts([rule[-1] if rule[-1] != "P" else "S2" for rule in s]) for s in strategies]
-        )
+        codes = []
+        nums_shards = []
+        for strategy in strategies:
+            codes.append([_code(placements) for placements in zip(*strategy, strict=True)])
+            # the work of a partial result is divided as that of a shard
+            results = [rule[-1].replace("P", "S2") for rule in strategy]
+            nums_shards.append(_num_parts(results))
+        code = np.array(codes)
+        split = np.array(nums_shards)
         seconds = 3 * flops / FLOPS / split + 3 * num_bytes / 1e12 / split + 1e-6
         seconds = seconds * (1 + self.noise * self.rng.random(len(seconds)))
         choice = len(self.choices)
@@ -176,7 +179,8 @@ def _axis_cost(n: int, alpha: float, bandwidth: float) -> Callable[[float], np.n
                 elif p.startswith("S") and q.startswith("S"):
                     table[i, j] = 2 * move
                 elif p == "P":
-                    table[i, j] = reduce if q == "R" else (2 * reduce if q == "R*" else 2 * gather)
+                    seconds = {"R": reduce, "R*": 2 * reduce}
+                    table[i, j] = seconds.get(q, 2 * gather)
                 elif q == "P":
                     table[i, j] = np.inf
                 elif p.startswith("S"):

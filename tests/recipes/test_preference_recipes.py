@@ -42,7 +42,9 @@ def train(name: str, ranks: int, folder: str, overrides: list[str]) -> dict[str,
     where = [f"trainer.devices={ranks}", f"trainer.default_root_dir={folder}"]
     recipe = load_recipe(RECIPES / f"{name}.yaml", [*overrides, *quiet, *ways, *where])
     torch.manual_seed(0)
-    module, trainer, watch = build_model(recipe), build_trainer(recipe), Watch()
+    module = build_model(recipe)
+    trainer = build_trainer(recipe)
+    watch = Watch()
     trainer.callbacks.append(watch)
     trainer.fit(module, datamodule=build_data(recipe))
     weights = {key: value.detach().clone() for key, value in module.state_dict().items()}
@@ -62,8 +64,8 @@ def test_two_ranks_compute_what_one_process_does(pool, tmp_path, name: str) -> N
         "data.num_samples=8",
     ]  # an epoch is a batch: samplers may share rows out as they like
     plain = pool.run(1, train, name, 1, str(tmp_path), [*all_rows, "data.batch_size=8"])[0]
-    found = pool.run(RANKS, train, name, RANKS, str(tmp_path), [*all_rows, "data.batch_size=4"])
-    for rank in found:
+    per_rank = pool.run(RANKS, train, name, RANKS, str(tmp_path), [*all_rows, "data.batch_size=4"])
+    for rank in per_rank:
         assert rank["is_written"] == (
             name == "grpo_tiny"
         )  # it generates, and updates twice a batch
@@ -71,7 +73,7 @@ def test_two_ranks_compute_what_one_process_does(pool, tmp_path, name: str) -> N
             assert metrics == pytest.approx(expected, rel=1e-9, abs=1e-9)
         for key, value in plain["weights"].items():
             torch.testing.assert_close(rank["weights"][key], value, rtol=1e-8, atol=1e-9)
-            assert torch.equal(rank["weights"][key], found[0]["weights"][key])
+            assert torch.equal(rank["weights"][key], per_rank[0]["weights"][key])
 
 
 @pytest.mark.parametrize(

@@ -33,7 +33,9 @@ def train(recipe: str, overrides: list[str], plan_dir: str) -> list[float]:
     options = [f"strategy.plan_dir={plan_dir}", "strategy.cluster=localhost"]
     loaded = load_recipe(RECIPES / f"{recipe}.yaml", [*overrides, *quiet, *options])
     torch.manual_seed(0)
-    model, trainer, losses = build_model(loaded), build_trainer(loaded), Losses()
+    model = build_model(loaded)
+    trainer = build_trainer(loaded)
+    losses = Losses()
     trainer.callbacks.append(losses)
     trainer.fit(model, datamodule=build_data(loaded))
     return losses.values

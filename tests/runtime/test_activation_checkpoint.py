@@ -1,5 +1,5 @@
-"""Forwards that run again in the backward: the same gradients bit for bit, and traces of a second
-run taken back.
+"""Forwards that are recomputed in the backward: gradients are bitwise the same, and side effects of
+the second run are undone.
 """
 
 from __future__ import annotations
@@ -57,7 +57,9 @@ class Normed(Residual):
         self.norm = nn.BatchNorm1d(WIDTH)
         self.fc = nn.utils.parametrizations.spectral_norm(self.fc)
         self.register_buffer("calls", torch.ones(2, 2))
-        self.count, self.seen, self.kinds = 0, [], {"all": []}
+        self.count = 0
+        self.seen = []
+        self.kinds = {"all": []}
 
     def forward(self, x: Tensor) -> Tensor:
         self.calls += 1
@@ -169,7 +171,7 @@ def outcome(
 
 
 @pytest.mark.parametrize("kind", [Residual, Drops, Normed, Talkative, Twice])
-def test_gradients_and_all_that_is_left_behind_are_the_same_bit_for_bit(
+def test_gradients_and_side_effects_are_bitwise_the_same(
     kind: type[nn.Module],
 ) -> None:
     kept, again = outcome(kind, False), outcome(kind, True)
@@ -231,7 +233,11 @@ def test_a_module_that_is_called_often_is_counted_often() -> None:
                 room.ends_in(loss)
                 loss.backward()
         assert found[0] == every
-        assert all(kept < every / 2 if is_short else kept == every for kept in found[1:])
+        for kept in found[1:]:
+            if is_short:
+                assert kept < every / 2
+            else:
+                assert kept == every
 
 
 def test_copies_and_evaluation_run_as_they_do() -> None:
@@ -261,7 +267,7 @@ def test_half_precision_is_kept() -> None:
 
 @pytest.mark.parametrize("which", ["net", "blocks"])
 def test_compiled_modules_too(which: str) -> None:
-    found = []
+    results = []
     for remat in (False, True):
         torch.manual_seed(0)
         net = Net(Residual)
@@ -275,10 +281,10 @@ def test_compiled_modules_too(which: str) -> None:
             with kept_tensors() as kept:
                 loss = net(torch.ones(2, WIDTH)).sum()
         loss.backward()
-        found.append(
+        results.append(
             ([p.grad for p in net.parameters()], sum(t.shape == (2, 4 * WIDTH) for t in kept))
         )
-    (grads, num_wide), (grads_again, num_again) = found
+    (grads, num_wide), (grads_again, num_again) = results
     assert all(torch.equal(a, b) for a, b in zip(grads, grads_again, strict=True))
     assert num_wide > num_again == 0
 

@@ -1,4 +1,4 @@
-"""The mean of gradients over replicas has the same bits wherever a gradient lies in a bucket."""
+"""The mean of gradients over replicas has the same bits wherever a gradient is in a bucket."""
 
 from __future__ import annotations
 
@@ -13,8 +13,11 @@ RANKS, SIZES = 4, (7, 1, 130, 0, 64)
 
 def gradients(rank: int) -> list[Tensor | None]:
     generator = torch.Generator().manual_seed(rank)
-    found: list[Tensor | None] = [torch.randn(size, generator=generator) for size in SIZES]
-    return [None if (rank == 1 and i == 2) or i == 4 else grad for i, grad in enumerate(found)]
+    results: list[Tensor | None] = [torch.randn(size, generator=generator) for size in SIZES]
+    results[4] = None
+    if rank == 1:
+        results[2] = None
+    return results
 
 
 def averaged(order: list[int], bucket_bytes: int) -> list[Tensor | None]:
@@ -33,9 +36,13 @@ def both(bucket_bytes: int) -> tuple[list[Tensor | None], list[Tensor | None]]:
 def test_the_mean_is_that_of_the_replicas_in_their_order(pool):
     given = [gradients(rank) for rank in range(RANKS)]
     for found in (each for ranks in pool.run(RANKS, both, 100) for each in ranks):
-        assert found[4] is None  # nobody has one
+        # no rank has one
+        assert found[4] is None
         for i in range(3):
-            parts = [
-                torch.zeros(SIZES[i]) if each[i] is None else each[i] / RANKS for each in given
-            ]
+            parts = []
+            for each in given:
+                if each[i] is None:
+                    parts.append(torch.zeros(SIZES[i]))
+                else:
+                    parts.append(each[i] / RANKS)
             assert torch.equal(found[i], ((parts[0] + parts[1]) + parts[2]) + parts[3])

@@ -16,6 +16,16 @@ import pytest
 import torch
 import torch.nn.functional as F
 from proofs.thread_mesh import run_on_threads
+from runtime.parameter_runs import (
+    assert_equals_reference,
+    batches,
+    inputs_of,
+    loss_sum,
+    make_net,
+    plan_of,
+    train,
+    train_on_groups,
+)
 from stores import store_on
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -26,170 +36,13 @@ from alpa_strategy.errors import PlanError, RuntimeMismatchError
 from alpa_strategy.ir.graph import ParameterInput
 from alpa_strategy.ir.op import TensorMeta
 from alpa_strategy.ir.placement import INVARIANT, REPLICATE, shard
-from alpa_strategy.ir.plan import ParameterPlan, Storage
+from alpa_strategy.ir.plan import ParameterPlan
 from alpa_strategy.lightning.full_parameters import clip_by_norm
 from alpa_strategy.runtime.gradients import GradientReducer
 
-ROWS = 12
-
-
-class Net(nn.Module):
-    """Two layers, a tied weight, and a parameter that only an output that is not the loss uses."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(6, 7, dtype=torch.float64)
-        self.second = nn.Linear(7, 6, dtype=torch.float64)
-        self.third = nn.Linear(6, 7, dtype=torch.float64)
-        self.third.weight = self.first.weight
-        self.unused = nn.Parameter(torch.ones(5, dtype=torch.float64))
-        self.bias = nn.Parameter(torch.ones((), dtype=torch.float64))
-
-
-def make_net() -> Net:
-    generator = torch.Generator().manual_seed(3)
-    net = Net()
-    with torch.no_grad():
-        for parameter in net.parameters():
-            parameter.copy_(torch.randn(parameter.shape, generator=generator, dtype=torch.float64))
-    return net
-
-
-def loss_sum(values, x):
-    """Summed loss of rows x [rows, 6] (a sum: addends over rows add up over devices)."""
-    h = torch.tanh(F.linear(x, values["first.weight"], values["first.bias"]))
-    h = F.linear(h, values["second.weight"], values["second.bias"]) + values["bias"]
-    h = F.linear(torch.tanh(h), values["first.weight"], values["third.bias"])
-    return h.square().sum() / ROWS + 0 * values["unused"].detach().sum()
-
-
-def inputs_of(net: Net) -> tuple[ParameterInput, ...]:
-    names: dict[nn.Parameter, list[str]] = {}
-    for name, parameter in net.named_parameters(remove_duplicate=False):
-        names.setdefault(parameter, []).append(name)
-    return tuple(
-        ParameterInput(i, tuple(n), TensorMeta(tuple(p.shape), p.dtype, True))
-        for i, (p, n) in enumerate(names.items())
-    )
-
-
-def batches():
-    generator = torch.Generator().manual_seed(5)
-    return torch.randn((4, ROWS, 6), generator=generator, dtype=torch.float64)
-
-
-def make_optimizer(net):
-    return torch.optim.AdamW(net.parameters(), lr=0.05)
-
-
-def reference(accumulate=1, max_norm=None, clear=True):
-    """One process: final values, last gradients, norms, first moments."""
-    net, norms = make_net(), []
-    optimizer = make_optimizer(net)
-    for i, x in enumerate(batches()):
-        if i % accumulate == 0 and clear:
-            optimizer.zero_grad()
-        loss_sum(dict(net.named_parameters(remove_duplicate=False)), x).backward()
-        if (i + 1) % accumulate == 0:
-            if max_norm is not None:
-                norms.append(nn.utils.clip_grad_norm_(net.parameters(), max_norm).item())
-            optimizer.step()
-    named = dict(net.named_parameters())
-    moments = {n: optimizer.state[p]["exp_avg"] for n, p in named.items() if p in optimizer.state}
-    return (
-        {n: p.detach() for n, p in named.items()},
-        {n: p.grad for n, p in named.items()},
-        norms,
-        moments,
-    )
-
-
-def plan_of(mode: tuple[str, ...], shape) -> ParameterPlan:
-    """`mode`, made to fit a parameter of `shape`: dims that it has not become R*, as do dims too
-    short to be cut.
-    """
-    return ParameterPlan.parse(
-        " ".join(m if m[0] == "R" or int(m[1:]) < len(shape) else "R*" for m in mode)
-    )
-
-
-def train(mesh, mode, accumulate=1, max_norm=None, clear=True, regather=False, bucket_bytes=200):
-    """The same training on the devices of `mesh`; whole values on every device."""
-    net, norms = make_net(), []
-    optimizer = make_optimizer(net)
-    inputs = inputs_of(net)
-    plans = {p.name: plan_of(mode, p.meta.shape) for p in inputs}
-    store = store_on(mesh, net, inputs, plans)
-    identities = {n: id(p) for n, p in net.named_parameters()}
-    alive = loss_sum(
-        dict(net.named_parameters(remove_duplicate=False)), batches()[0]
-    )  # knows the whole shapes
-    store.shard(bucket_bytes=bucket_bytes)
-    uses = {}
-    for p in inputs:
-        # Where the mode says R, all devices of that axis must do the same work; elsewhere the rows
-        # are divided.
-        whole = tuple(
-            INVARIANT if m.storage is Storage.INVARIANT else REPLICATE for m in plans[p.name].modes
-        )
-        uses[p.name] = Reshard(plans[p.name].step_layout(), whole, p.meta.shape, mesh)
-    divided = [axis for axis, m in enumerate(mode) if m != "R"]
-    for i, x in enumerate(batches()):
-        for axis in divided:
-            x = x.tensor_split(mesh.shape[axis])[mesh.coordinate[axis]]
-        context = (
-            store.of_stage[0].regather_hooks(ahead_bytes=0) if regather else torch.enable_grad()
-        )
-        with context:
-            given = store.of_stage[0].step_inputs()
-            values = {name: use(given[name]) for name, use in uses.items()}
-            loss = loss_sum(values, x)
-        del values
-        if i % accumulate == 0 and clear:
-            optimizer.zero_grad()
-        store.sync((i + 1) % accumulate == 0)
-        loss.backward()
-        store.finish_backward()
-        if (i + 1) % accumulate == 0:
-            if max_norm is not None:
-                norms.append(clip_by_norm(store, max_norm, store.parameters).item())
-            optimizer.step()
-            store.after_optimizer_step()
-    assert identities == {n: id(p) for n, p in net.named_parameters()}
-    named = dict(net.named_parameters())
-    values = {n: store.gather(p) for n, p in named.items()}
-    grads = {
-        n: p.grad if p.grad is None else store.gather_like(p, p.grad) for n, p in named.items()
-    }
-    moments = {
-        n: store.gather_like(p, optimizer.state[p]["exp_avg"])
-        for n, p in named.items()
-        if p in optimizer.state
-    }
-    for n, p in named.items():
-        assert torch.equal(store.shard_like(p, values[n]), p.detach())
-    store.unshard()
-    assert alive.requires_grad
-    assert loss.requires_grad  # knows the shards' shapes
-    optimizer.zero_grad()
-    assert all(torch.equal(p, values[n]) for n, p in net.named_parameters())
-    loss_sum(
-        dict(net.named_parameters(remove_duplicate=False)), batches()[0]
-    ).backward()  # an ordinary module again
-    return values, grads, norms, moments
-
-
-def train_on_groups(mesh_shape, mode, options):
-    return train(build_mesh(mesh_shape), mode, **options)
-
-
-def assert_equals_reference(result, **options):
-    expected = reference(**options)
-    for found, wanted in zip(result, expected, strict=True):
-        torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-11)
-
-
 MODES_1D = [("R*",), ("R",), ("S0",), ("S1",), ("G0",), ("G1",)]
+
+
 MODES_2D = list(itertools.product(["R", "R*", "S0", "S1", "G0", "G1"], repeat=2))
 
 
@@ -299,8 +152,8 @@ def test_regather_is_exact_and_frees_the_gathered_weight(mode):
     "read", [torch.view_as_complex, lambda w: torch.view_as_complex(w).conj().mT, torch.t]
 )
 def test_views_that_read_a_gathered_parameter_otherwise(read):
-    """As complex numbers, conjugated, transposed: what autograd saves of them is made again as it
-    was.
+    """As complex numbers, conjugated, transposed: autograd's saved tensors are re-gathered with the
+    same strides and values.
     """
 
     def gradient(mesh, regather):
@@ -341,7 +194,7 @@ def _rows(weight):
         (lambda w: w + 1, 1),
     ],
 )
-def test_only_views_and_casts_of_a_parameter_are_gathered_again(make, gathers):
+def test_only_views_and_casts_of_a_parameter_are_regathered(make, gathers):
     """What an op makes of a parameter is an activation: the plan has it kept, and its gathering
     paid once.
     """
@@ -366,7 +219,7 @@ def test_only_views_and_casts_of_a_parameter_are_gathered_again(make, gathers):
 
 
 @pytest.mark.parametrize("make", [torch.exp, torch.tanh, lambda x: x.softmax(0)])
-def test_what_is_never_differentiated_does_not_stay(make):
+def test_undifferentiated_values_are_freed(make):
     """An op that saves its own result (for a figure to log, say) must not hold itself where no
     backward comes.
     """
@@ -385,8 +238,8 @@ def test_what_is_never_differentiated_does_not_stay(make):
     assert [result.expired() for result in run_on_threads((2,), work)] == [True, True]
 
 
-def test_nothing_is_gathered_ahead_of_a_use_that_is_over():
-    """A layer norm's backward asks for its bias before its weight, which was saved first. No cycle
+def test_no_prefetch_for_a_use_that_is_over():
+    """A layer norm's backward requests its bias before its weight, which was saved first. No cycle
     keeps the rest.
     """
 
@@ -453,7 +306,8 @@ def test_reduction_runs_in_buckets_during_the_backward():
     total = 8 * sum(p.numel() for n, p in make_net().named_parameters() if n != "unused")
     for (first, second), buckets in run_on_threads((2,), work):
         assert first[0] == 0  # the first backward only observes
-        assert second == (len(buckets), [])  # all are under way before the backward ends
+        # all are in flight before the backward ends
+        assert second == (len(buckets), [])
         assert len(buckets) > 1
         assert sum(buckets) == total
 
@@ -478,7 +332,7 @@ def test_a_gradient_that_only_some_devices_have_is_zero_on_the_others():
         assert (bias.item(), weight.item(), unused) == (3.0, 3.0, None)
 
 
-def test_a_stage_without_trainable_parameters_has_nothing_to_agree_on():
+def test_a_stage_without_trainable_parameters_needs_no_consensus():
     def work(mesh):
         reducer = GradientReducer(mesh, [], bucket_bytes=1)
         for _ in range(2):
@@ -528,7 +382,9 @@ def test_steps_may_use_other_parameters_than_the_first(mode):
     def work(mesh):
         net = make_net()
         inputs = inputs_of(net)
-        plans = {p.name: ParameterPlan.parse(mode if p.meta.shape else "R*") for p in inputs}
+        plans = {}
+        for p in inputs:
+            plans[p.name] = ParameterPlan.parse(mode if p.meta.shape else "R*")
         store = store_on(mesh, net, inputs, plans)
         store.shard()
         seen = []

@@ -15,7 +15,7 @@ from searches import State  # noqa: E402
 from alpa_strategy.inter_op.candidates import TOLERANCE, solve_schedules  # noqa: E402
 
 
-def test_stages_that_share_a_mesh_are_found_where_equal_ones_do_not_fit():
+def test_unequal_stages_on_one_mesh_if_equal_ones_do_not_fit():
     """A 10B model of experts took 8 % longer than what an exhaustive search found: the cuts that
     were moved began where
     nothing fitted."""
@@ -23,7 +23,7 @@ def test_stages_that_share_a_mesh_are_found_where_equal_ones_do_not_fit():
     solved = solve_schedules(space, math.inf)[0]
     layers, meshes = space.job.num_layers, range(len(space.sizes))
     halves = [m for m in meshes if 2 * space.sizes[m] == space.job.cluster.num_devices]
-    found = [
+    results = [
         space.price(State(schedule, 2, tuple((n, m) for n in (a, b, c, layers - a - b - c))))
         for m in halves
         for schedule, v in space.kinds
@@ -32,6 +32,6 @@ def test_stages_that_share_a_mesh_are_found_where_equal_ones_do_not_fit():
         for b in range(1, layers - a - 1)
         for c in range(1, layers - a - b)
     ]
-    seconds = [each.seconds for each in found if each is not None]
+    seconds = [each.seconds for each in results if each is not None]
     assert seconds
     assert solved.seconds <= min(seconds) * (1 + TOLERANCE)

@@ -1,4 +1,6 @@
-"""scripts/compare_plans.py: README's figures of planning are the reference's, and planning keeps it."""
+"""scripts/compare_plans.py: README's figures of planning are the reference's, and planning keeps
+it.
+"""
 
 import sys
 from dataclasses import replace

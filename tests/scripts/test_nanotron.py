@@ -13,9 +13,21 @@ nanotron = pytest.importorskip("nanotron")
 def case():
     arch = {"layers": 2, "hidden": 256, "heads": 4, "kv_heads": 4, "ffn": 512, "vocab": 512}
     return rows.express(
-        row(source="nanotron", arch=arch, gpus=2, dp=1, tp=1, pp=2, micro_batch=1, grad_accum=4, local_batch=4,
-            global_batch=4, zero=0, seq_len=128)
-    )  # fmt: skip
+        row(
+            source="nanotron",
+            arch=arch,
+            gpus=2,
+            dp=1,
+            tp=1,
+            pp=2,
+            micro_batch=1,
+            grad_accum=4,
+            local_batch=4,
+            global_batch=4,
+            zero=0,
+            seq_len=128,
+        )
+    )
 
 
 def test_a_published_configuration_is_pinned():

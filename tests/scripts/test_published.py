@@ -20,14 +20,46 @@ rows = pytest.importorskip("published_rows")
 def row(**changed: Any) -> dict[str, Any]:
     """A small LLaMA on 8 devices, as a row of the published results."""
     return {
-        "id": 1, "source": "github pytorch/torchtitan", "notes": "", "model": "Llama tiny",
-        "arch": {"layers": 8, "hidden": 1024, "heads": 8, "kv_heads": 8, "ffn": 4096, "vocab": 32000},
-        "hardware": {"gpu": "H100 80GB", "gpus_per_node": 8, "intra": None, "inter": "400 Gb/s per GPU"},
-        "gpus": 8, "precision": "bf16", "seq_len": 2048, "micro_batch": 2, "local_batch": 4, "global_batch": 32,
-        "grad_accum": 2, "dp": 8, "zero": 3, "tp": 1, "pp": 1, "cp": 1, "ep": None, "vp": None,
-        "activation_checkpointing": "none", "compile": True, "tokens_per_s_per_gpu": 50000, "tflops_per_gpu": None,
-        "mfu_percent": None, "step_seconds": None, "memory_gib": None,
-    } | changed  # fmt: skip
+        "id": 1,
+        "source": "github pytorch/torchtitan",
+        "notes": "",
+        "model": "Llama tiny",
+        "arch": {
+            "layers": 8,
+            "hidden": 1024,
+            "heads": 8,
+            "kv_heads": 8,
+            "ffn": 4096,
+            "vocab": 32000,
+        },
+        "hardware": {
+            "gpu": "H100 80GB",
+            "gpus_per_node": 8,
+            "intra": None,
+            "inter": "400 Gb/s per GPU",
+        },
+        "gpus": 8,
+        "precision": "bf16",
+        "seq_len": 2048,
+        "micro_batch": 2,
+        "local_batch": 4,
+        "global_batch": 32,
+        "grad_accum": 2,
+        "dp": 8,
+        "zero": 3,
+        "tp": 1,
+        "pp": 1,
+        "cp": 1,
+        "ep": None,
+        "vp": None,
+        "activation_checkpointing": "none",
+        "compile": True,
+        "tokens_per_s_per_gpu": 50000,
+        "tflops_per_gpu": None,
+        "mfu_percent": None,
+        "step_seconds": None,
+        "memory_gib": None,
+    } | changed
 
 
 def test_a_row_is_read_as_it_was_run():
@@ -91,7 +123,7 @@ def test_ranks():
     assert published.percentile([1, 2, 3, 4], 0.5) == 2
 
 
-def test_the_rank_that_is_possible_is_said_where_one_configuration_has_several_values():
+def test_ties_report_the_largest_possible_rank():
     """Three rows, two of them priced alike: Spearman's is at most 0.866. Two that are alike in all
     give nothing.
     """

@@ -1,21 +1,18 @@
-"""Cases for rule_cases: what the op database has no good samples of (recurrent networks, experts,
-indexed writes).
+"""Rule cases for which the op database has no good samples: recurrent networks, experts, indexed
+writes, alignments, linear algebra.
 """
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
+from rule_data import Add, aten, c, f, i
 
 from alpa_strategy.capture.ops import ctc_rows, grouped_mm
 
-aten = torch.ops.aten
 GROUPED_MM = grouped_mm._opoverload
 
 
-def batched_cases(add: Any, f: Any, i: Any, c: Any) -> None:
-    """`add`, `f`, `i`, `c`: rule_cases' own."""
+def recurrent_cases(add: Add) -> None:
     params = [f(12, 5), f(12, 3), f(12), f(12), f(12, 3), f(12, 3), f(12), f(12)]
     states = [f(2, 4, 3), f(2, 4, 3)]
     rows = "R*," * 8
@@ -62,6 +59,9 @@ def batched_cases(add: Any, f: Any, i: Any, c: Any) -> None:
         f(9, 3),
         expect="S0,S0,R*,R*->S0",
     )
+
+
+def grouped_and_indexed_cases(add: Add) -> None:
     offsets = torch.tensor([3, 3, 7, 11], dtype=torch.int32)
     add(
         *("grouped_mm", GROUPED_MM, f(12, 4), f(4, 4, 6), offsets),
@@ -107,6 +107,9 @@ def batched_cases(add: Any, f: Any, i: Any, c: Any) -> None:
         output_size=6,
         expect="S1,R->S1",
     )
+
+
+def embedding_bag_cases(add: Add) -> None:
     embedding = (f(9, 6), i(9, 8), torch.tensor([0, 3, 3, 6]))
     for mode, name in enumerate(("sum", "mean", "max")):
         bag = (*embedding, False, mode, False, None, False, None)
@@ -116,6 +119,9 @@ def batched_cases(add: Any, f: Any, i: Any, c: Any) -> None:
             *bag,
             expect="S1,R,R->S1,R,R," + ("S1" if mode == 2 else "R"),
         )
+
+
+def margin_loss_cases(add: Add) -> None:
     for reduction in (0, 1, 2):
         result = ("S0", "P@fraction", "P")[reduction]
         add(
@@ -145,6 +151,9 @@ def batched_cases(add: Any, f: Any, i: Any, c: Any) -> None:
             reduction,
             expect=f"S0,S0,S0->{result}",
         )
+
+
+def sampling_and_alignment_cases(add: Add) -> None:
     add(
         "grid_sampler",
         aten.grid_sampler.default,
@@ -171,6 +180,9 @@ def batched_cases(add: Any, f: Any, i: Any, c: Any) -> None:
     add("ctc_in_a_row", ctc_rows, scores, 1 + i(5, 9), *lengths, 0, True, expect=())
     add("searchsorted", aten.searchsorted.Tensor, c(9).sort().values, c(4, 5), expect="R,S0->S0")
     add("glu_other_dim", aten.glu.default, f(4, 6, 3), 1, expect="S0->S0")
+
+
+def linalg_cases(add: Add) -> None:
     square = f(4, 3, 3).detach()
     positive = (square @ square.mT + torch.eye(3, dtype=torch.float64)).requires_grad_()
     add("linalg_cholesky", aten.linalg_cholesky.default, positive, expect="S0->S0")

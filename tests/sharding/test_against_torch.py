@@ -5,8 +5,8 @@ torch's are functions per op and axis (`op_single_dim_strategy_funcs`, about a t
 its own
 `torch/distributed/tensor/_ops/strategy_validation.py` proves as `proofs/prove.py` proves ours:
 shards in, recombined,
-equal to the whole op. They know no gradients, so only values are compared: sharded operands, sums
-as results. All of it
+equal to the unsharded op. They know no gradients, so only values are compared: sharded operands,
+sums as results. All of it
 is private there and may move: nothing but this test reads it.
 """
 
@@ -63,7 +63,9 @@ OURS_MORE = {
 }
 TORCHS_MORE = {
     "aten.index_put.default": "a mask as index, which ours leave whole",
-    "aten.linalg_solve_triangular.default": "wrong there: whole matrices, right-hand sides sharded along their batch",
+    "aten.linalg_solve_triangular.default": (
+        "wrong there: unsharded matrices, right-hand sides sharded along their batch"
+    ),
 }
 COMPARED = [name for name, case in CASES.items() if case.call.target in FUNCTIONS]
 
@@ -86,7 +88,9 @@ def _shards(call: OpCall, inputs: list[Any], outputs: list[Any]) -> str | None:
     text = f"{','.join(map(_text, inputs))}->{','.join(map(_text, outputs))}"
     pairs = zip([*inputs, *outputs], (*call.operands, *call.results), strict=True)
     sizes = [meta.shape[p.dim] for p, meta in pairs if not isinstance(p, Replicate | Partial)]
-    return text if sizes and min(sizes) > 1 else None
+    if sizes and min(sizes) > 1:
+        return text
+    return None
 
 
 def _torchs(call: OpCall, operands: Sequence[Tensor]) -> set[str]:
@@ -95,13 +99,18 @@ def _torchs(call: OpCall, operands: Sequence[Tensor]) -> set[str]:
     def given(value: Any) -> Any:
         if isinstance(value, Slot):
             return metas[value.index]
-        return [given(v) for v in value] if isinstance(value, tuple) else value
+        if isinstance(value, tuple):
+            return [given(v) for v in value]
+        return value
 
     kwargs = {name: given(value) for name, value in call.kwargs}
     rules = FUNCTIONS[call.target].func(call.target, tuple(map(given, call.args)), kwargs)
-    placed = [[p for p in rule if p is not None] for rule in rules]
+    placed = []
+    for rule in rules:
+        placed.append([p for p in rule if p is not None])
     n = len(call.results)
-    return {text for rule in placed if (text := _shards(call, rule[n:], rule[:n])) is not None}
+    texts = {_shards(call, rule[n:], rule[:n]) for rule in placed}
+    return texts - {None}
 
 
 def _ours(call: OpCall) -> set[str]:

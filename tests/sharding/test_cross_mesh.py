@@ -95,10 +95,11 @@ def test_every_device_gets_its_box_once_and_no_more(case):
     for rank, local in simulate(plan, whole).items():
         assert torch.equal(local, cut(whole, target.boxes(shape)[rank]))
     held = source.boxes(shape)
-    bound = sum(
-        elements(box) - (overlap(box, held[rank]) if rank in held else 0)
-        for rank, box in target.boxes(shape).items()
-    )
+    bound = 0
+    for rank, box in target.boxes(shape).items():
+        bound += elements(box)
+        if rank in held:
+            bound -= overlap(box, held[rank])
     assert num_bytes(plan) == 4 * bound
     assert plan == plan_transfer(shape, torch.float32, source, target)
 
@@ -116,7 +117,10 @@ def test_senders_share_the_load(case):
     for rank, box in plan.source_boxes.items():
         holders.setdefault(box, []).append(rank)
     for ranks in holders.values():
-        pieces = [p.num_elements for p in plan.pieces if p.source in ranks and p.target != p.source]
+        pieces = []
+        for p in plan.pieces:
+            if p.source in ranks and p.target != p.source:
+                pieces.append(p.num_elements)
         if pieces:
             loads = [sent.get(rank, 0) for rank in ranks]
             assert max(loads) <= sum(pieces) / len(ranks) + max(pieces) * (1 - 1 / len(ranks))
@@ -147,7 +151,7 @@ def test_local_gather_sends_every_byte_once(case):
         assert num_bytes(plan) == 4 * math.prod(shape)
 
 
-def test_a_replicated_target_receives_once_and_gathers_when_the_link_between_nodes_is_slow():
+def test_slow_links_receive_once_and_gather_inside_the_node():
     cluster = ClusterSpec.load("p3_16xlarge_x8", {"num_nodes": 2})
     source = MeshSide((8,), tuple(range(8)), Layout.parse("S0"))
     target = MeshSide((2, 4), tuple(range(8, 16)), Layout.parse("S0 R"))

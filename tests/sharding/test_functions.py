@@ -103,38 +103,59 @@ def test_anything_else_is_whole(name):
     assert not is_random(call_of(function(*WHOLE["any"]), rows(4, 6)))
 
 
-def test_a_dim_whose_length_is_asked_for_stays_whole():
-    mean_of_gradients = function(lambda x: x.clone(), lambda grad, x: grad / grad.shape[0])
-    by_the_size = function(lambda x: x if x.shape[0] > 3 else -x, lambda grad, x: grad)
+def test_a_dim_whose_length_is_read_stays_unsharded():
+    mean_of_gradients = function(
+        forward=lambda x: x.clone(),
+        backward=lambda grad, x: grad / grad.shape[0],
+    )
+    by_the_size = function(
+        forward=lambda x: x if x.shape[0] > 3 else -x,
+        backward=lambda grad, x: grad,
+    )
     assert (
         ways(mean_of_gradients, rows(4, 6)) == ways(by_the_size, rows(4, 6)) == {"R->R", "S1->S1"}
     )
 
 
-def test_a_square_that_is_transposed_is_whole():
-    made = function(lambda x: x.t() + 0, lambda grad, x: grad.t())
+def test_a_transposed_square_is_replicated():
+    made = function(
+        forward=lambda x: x.t() + 0,
+        backward=lambda grad, x: grad.t(),
+    )
     assert ways(made, rows(6, 6)) == {"R->R"}
 
 
-def test_what_draws_is_whole_and_said_to_draw():
-    made = function(lambda x: x * torch.rand_like(x), lambda grad, x: grad)
+def test_random_functions_are_replicated():
+    made = function(
+        forward=lambda x: x * torch.rand_like(x),
+        backward=lambda grad, x: grad,
+    )
     assert ways(made, rows(4, 6)) == {"R->R"}
     assert is_random(call_of(made, rows(4, 6)))
 
 
 def test_two_operands_of_one_shape_and_a_number():
-    made = function(lambda x, y, s: x * y + s, lambda grad, x, y, s: (grad * y, grad * x, None))
+    made = function(
+        forward=lambda x, y, s: x * y + s,
+        backward=lambda grad, x, y, s: (grad * y, grad * x, None),
+    )
     assert ways(made, rows(4, 6), rows(4, 6), torch.tensor(2.0)) == {
         "R,R,R->R",
         "S0,S0,R->S0",
         "S1,S1,R->S1",
     }
-    shared = function(lambda x, y: x * y, lambda grad, x, y: (grad * y, (grad * x).sum(0)))
+    shared = function(
+        forward=lambda x, y: x * y,
+        backward=lambda grad, x, y: (grad * y, (grad * x).sum(0)),
+    )
     assert ways(shared, rows(4, 6), rows(6)) == {"R,R->R"}
 
 
-def test_a_registered_rule_cuts_it():
-    made = function(lambda x: x.softmax(-1), lambda grad, x: grad)
+def test_a_registered_rule_shards_it():
+    made = function(
+        forward=lambda x: x.softmax(-1),
+        backward=lambda grad, x: grad,
+    )
     call = call_of(made, rows(4, 6))
     assert "register_sharding(Made, ...)" in _advice(call.target)
     register_sharding(made, "[*b, k!] -> [*b, k!]")
@@ -142,7 +163,7 @@ def test_a_registered_rule_cuts_it():
     assert rule_origin(call) == "registered"
 
 
-def test_an_op_of_another_library_without_a_rule_is_whole_and_may_draw():
+def test_foreign_ops_without_a_rule_are_replicated():
     op = torch.library.custom_op(
         "alpa_test::whole", lambda x: x * 2, mutates_args=(), schema="(Tensor x) -> Tensor"
     )

@@ -8,7 +8,8 @@ import itertools
 
 import pytest
 import torch
-from rule_cases import CASES, Case, aten, call_of, f
+from rule_cases import CASES
+from rule_data import Case, aten, call_of, f
 
 from alpa_strategy.ir.op import AxisStrategy
 from alpa_strategy.ir.placement import value_layout

@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from models import GPT, MLP, Bert, ConvNet, Llama
 from proofs.prove import prove
-from rule_cases import CASES, aten, c, call_of, f, i, m
+from rule_cases import CASES
+from rule_data import aten, c, call_of, f, i, m
 
 from alpa_strategy.capture.capture import capture_step
 from alpa_strategy.errors import ShardingError
@@ -46,7 +47,12 @@ def test_linear_of_any_size_is_right_on_any_axis(
 def test_broadcast_product_is_right_on_any_axis(
     shape: list[int], keep: list[bool], axis_size: int
 ) -> None:
-    other = [size if kept else 1 for size, kept in zip(shape, keep, strict=False)]
+    other = []
+    for size, kept in zip(shape, keep, strict=False):
+        if kept:
+            other.append(size)
+        else:
+            other.append(1)
     _prove_all(*call_of(aten.mul.Tensor, f(*shape), f(*other)), axis_size)
 
 
@@ -65,7 +71,9 @@ def test_embedding_and_its_loss_are_right_for_any_vocabulary(
 def test_grouped_query_attention_keeps_queries_with_their_keys(
     kv: int, group: int, length: int, axis_size: int
 ) -> None:
-    q, k, v = f(2, kv * group, length, 4), f(2, kv, length, 4), f(2, kv, length, 4)
+    q = f(2, kv * group, length, 4)
+    k = f(2, kv, length, 4)
+    v = f(2, kv, length, 4)
     call, operands = call_of(
         aten.scaled_dot_product_attention.default, q, k, v, None, 0.0, True, enable_gqa=True
     )

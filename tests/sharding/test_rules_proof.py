@@ -1,4 +1,4 @@
-"""Every rule is proved by experiment: shards in, combine, equal to the whole op, forward and
+"""Every rule is proved by experiment: shards in, combine, equal to the unsharded op, forward and
 backward.
 """
 
@@ -6,7 +6,8 @@ from __future__ import annotations
 
 import pytest
 from proofs.prove import prove
-from rule_cases import CASES, Case
+from rule_cases import CASES
+from rule_data import Case
 
 from alpa_strategy.sharding.rule_table import rule_of
 from alpa_strategy.sharding.strategies import axis_strategies, op_strategies, rule_origin
@@ -14,12 +15,12 @@ from alpa_strategy.sharding.strategies import axis_strategies, op_strategies, ru
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
 def test_has_the_sharded_strategies_that_it_must_have(case: Case) -> None:
-    found = [str(s) for s in axis_strategies(case.call, 2)]
+    results = [str(s) for s in axis_strategies(case.call, 2)]
     assert rule_of(case.call.target) is not None
     assert rule_origin(case.call) in ("notation", "view", "pointwise", "reduction")
-    assert set(case.sharded) <= set(found), found
-    assert len(found) == len(set(found))
-    assert set(found[0].replace("->", ",").split(",")) <= {"R", ""}
+    assert set(case.sharded) <= set(results), results
+    assert len(results) == len(set(results))
+    assert set(results[0].replace("->", ",").split(",")) <= {"R", ""}
 
 
 @pytest.mark.parametrize("axis_size", [2, 3, 4])

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from proofs.prove import prove
-from rule_cases import aten, call_of, f
+from rule_data import aten, call_of, f
 
 from alpa_strategy.sharding.rule_families import dim_groups
 from alpa_strategy.sharding.strategies import axis_strategies, op_strategies
@@ -41,7 +41,9 @@ def test_groups_hold_equally_many_elements_and_every_dim_once(
     source, target = pair
     groups = dim_groups(source, target)
     for left, right in groups:
-        assert math.prod(source[d] for d in left) == math.prod(target[d] for d in right)
+        left_sizes = [source[d] for d in left]
+        right_sizes = [target[d] for d in right]
+        assert math.prod(left_sizes) == math.prod(right_sizes)
     assert [d for left, _ in groups for d in left] == [
         d for d, size in enumerate(source) if size != 1
     ]

@@ -2,8 +2,8 @@
 
 A job is the script of a user, started as users start it. At its moment each rank writes its process
 id; the signal is sent; every rank must be gone in time, nothing stays behind, checkpoints are
-whole, and training that goes on from the newest one has bit for bit the weights of a training that
-nobody disturbed.
+complete, and training that resumes from the newest one has bit for bit the weights of an
+undisturbed training.
 """
 
 from __future__ import annotations
@@ -31,19 +31,22 @@ NUMBERS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 RANKS = ((0, 1), (0,), (1,))
 MOMENTS = ("planning", "first step", "steady", "pipeline", "saving", "validating")
 LAUNCHERS = ("own", "torchrun")
-PLANS: dict[
-    str, dict[str, Any]
-] = {  # of moments in the midst of other runs than a captured one of one stage
+# Moments in the middle of other runs than a captured one of one stage -> their options.
+PLANS: dict[str, dict[str, Any]] = {
     "pipeline": {"num_stages": 2, "num_microbatches": 2},
-    "as written": {"capture": "never"},
-    "as written in parts": {"capture": "never", "parallel": "zero3"},
-    "backward by hand": {},
+    "eager": {"capture": "never"},
+    "eager, sharded": {"capture": "never", "parallel": "zero3"},
+    "manual backward": {},
 }
-EVALUATIONS = ("validate", "test", "predict")  # of the Trainer, without a training
+# Loops of the Trainer without a training.
+EVALUATIONS = ("validate", "test", "predict")
 OTHER_MOMENTS = (*list(PLANS)[1:], *EVALUATIONS)
-ROWS_PER_RANK, NUM_BATCHES = 4, 400
+ROWS_PER_RANK = 4
+NUM_BATCHES = 400
 TESTS = Path(__file__).resolve().parent.parent
-READY_SECONDS, GONE_SECONDS = 300, 60  # how long is waited for what should come
+# Seconds to wait for a job's moment, and for the end of its ranks.
+READY_SECONDS = 300
+GONE_SECONDS = 60
 
 JOB = """
 import os, sys, time
@@ -53,13 +56,23 @@ train(root, moment, signalled=True)
 print("FINISHED", flush=True)
 """
 
-SRUN = """  # what SLURM's srun does on one node: the processes, and what they know of the job
+# SLURM's srun on one node: starts the ranks with the variables of a job.
+SRUN = """
 import os, subprocess, sys
-names = {"JOB_ID": 77, "JOB_NAME": "train", "NTASKS": 2, "NTASKS_PER_NODE": 2, "NODEID": 0, "NODELIST": "localhost"}
-job = {f"SLURM_{name}": str(value) for name, value in names.items()} | {"MASTER_ADDR": "127.0.0.1"}
-ranks = [{"SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)} for rank in range(2)]
-started = [subprocess.Popen([sys.executable, *sys.argv[1:]], env={**os.environ, **job, **rank}) for rank in ranks]
-for process in started:
+job = {
+    "SLURM_JOB_ID": "77",
+    "SLURM_JOB_NAME": "train",
+    "SLURM_NTASKS": "2",
+    "SLURM_NTASKS_PER_NODE": "2",
+    "SLURM_NODEID": "0",
+    "SLURM_NODELIST": "localhost",
+    "MASTER_ADDR": "127.0.0.1",
+}
+processes = []
+for rank in range(2):
+    variables = {**os.environ, **job, "SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)}
+    processes.append(subprocess.Popen([sys.executable, *sys.argv[1:]], env=variables))
+for process in processes:
     process.wait()
 """
 
@@ -68,7 +81,7 @@ for process in started:
 
 
 class Model(MLP):
-    """An MLP that says where it is, and keeps its whole weights after given steps."""
+    """An MLP that says where it is, and keeps its unsharded weights after given steps."""
 
     moment = ""
     root = ""
@@ -169,8 +182,8 @@ def train(
     max_steps: int = -1,
     trainer_options: dict[str, Any] | None = None,
 ) -> dict[int, dict[str, torch.Tensor]]:
-    """One `fit` on two ranks; returns the whole weights after each of its steps (not where it is
-    signalled).
+    """One `fit` on two ranks; returns the unsharded weights after each of its steps (not where it
+    is signalled).
     """
     from alpa_strategy import AlpaStrategy
 
@@ -192,11 +205,21 @@ def train(
         ModelCheckpoint(root, "every", every_n_train_steps=3),
     ]
     trainer = pl.Trainer(
-        strategy=strategy, accelerator="cpu", devices=2, max_steps=max_steps, logger=False, max_epochs=10**6,
-        callbacks=saving if signalled else [weights], enable_progress_bar=False, enable_model_summary=False,
-        default_root_dir=root, val_check_interval=20 if moment == "validating" else 1.0, num_sanity_val_steps=0,
-        enable_checkpointing=signalled, **(trainer_options or {}),
-    )  # fmt: skip
+        strategy=strategy,
+        accelerator="cpu",
+        devices=2,
+        max_steps=max_steps,
+        logger=False,
+        max_epochs=10**6,
+        callbacks=saving if signalled else [weights],
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=root,
+        val_check_interval=20 if moment == "validating" else 1.0,
+        num_sanity_val_steps=0,
+        enable_checkpointing=signalled,
+        **(trainer_options or {}),
+    )
     if moment in EVALUATIONS:
         getattr(trainer, moment)(model, loader)
         return {}
@@ -231,10 +254,19 @@ class Outcome:
     output: str = ""
 
 
-CASES = [Case(number, ranks, moment, launcher) for number in NUMBERS for ranks in RANKS for moment in MOMENTS
-         for launcher in LAUNCHERS]  # fmt: skip
-OTHER_CASES = [Case(number, ranks, moment, "own") for number in NUMBERS[:2] for ranks in RANKS
-               for moment in OTHER_MOMENTS]  # fmt: skip
+CASES = [
+    Case(number, ranks, moment, launcher)
+    for number in NUMBERS
+    for ranks in RANKS
+    for moment in MOMENTS
+    for launcher in LAUNCHERS
+]
+OTHER_CASES = [
+    Case(number, ranks, moment, "own")
+    for number in NUMBERS[:2]
+    for ranks in RANKS
+    for moment in OTHER_MOMENTS
+]
 
 
 @contextmanager
@@ -261,10 +293,13 @@ def started(
     environment |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths), **(extra or {})}
     with (root / "output").open("w") as output:
         job = subprocess.Popen(
-            [*command, str(path), *arguments], env=environment, stdout=output, stderr=output,
+            [*command, str(path), *arguments],
+            env=environment,
+            stdout=output,
+            stderr=output,
             # a shell's `&` has it ignored
             preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-        )  # fmt: skip
+        )
     try:
         yield job
     finally:
@@ -297,10 +332,10 @@ def is_alive(pid: int) -> bool:
 def pids(root: Path, job: subprocess.Popen) -> dict[int, int]:
     """Rank -> process, once both have come to the moment."""
     deadline = time.monotonic() + READY_SECONDS
-    found = {rank: root / f"ready-{rank}" for rank in range(2)}
+    results = {rank: root / f"ready-{rank}" for rank in range(2)}
     while time.monotonic() < deadline and job.poll() is None:
-        if all(path.exists() and path.read_text() for path in found.values()):
-            return {rank: int(path.read_text()) for rank, path in found.items()}
+        if all(path.exists() and path.read_text() for path in results.values()):
+            return {rank: int(path.read_text()) for rank, path in results.items()}
         time.sleep(0.02)
     raise AssertionError("the job did not come so far:\n" + (root / "output").read_text())
 
@@ -349,10 +384,10 @@ def _look_at_checkpoints(case: Case, root: Path, outcome: Outcome) -> None:
 
 def newest(root: Path) -> tuple[Path, int] | None:
     """The checkpoint of the latest step, with its step."""
-    found = [
+    results = [
         (int(open_checkpoint(path)["global_step"]), path) for path in sorted(root.glob("*.ckpt"))
     ]
-    return None if not found else (max(found)[1], max(found)[0])
+    return None if not results else (max(results)[1], max(results)[0])
 
 
 def check_resumption(
@@ -381,10 +416,12 @@ def check_resumption(
 
 
 class Undisturbed:
-    """Weights after each step of a training that nobody signals, once for each kind of plan."""
+    """Weights after each step of a training without signals, once for each kind of plan."""
 
     def __init__(self, root: Path, pool: Any) -> None:
-        self._root, self._pool, self._found = root, pool, {}
+        self._root = root
+        self._pool = pool
+        self._found = {}
 
     def __call__(self, moment: str) -> dict[int, dict[str, torch.Tensor]]:
         kind = moment if moment in PLANS else "steady"

@@ -19,13 +19,15 @@ from alpa_strategy.cost.model import RooflineCosts
 from alpa_strategy.inter_op.stage_costs import StageCostTask
 from alpa_strategy.inter_op.stage_solve import StageRequest, StageSolver
 from alpa_strategy.inter_op.subgraph import cluster_layers, slice_stage
+from alpa_strategy.ir.graph import StepGraph
 from alpa_strategy.ir.plan import Plan, Predicted
 from alpa_strategy.microbatch.transform import microbatch
 from alpa_strategy.options import PlanOptions
 from alpa_strategy.planner.optimizer_info import optimizer_info_of
 from alpa_strategy.planner.task import PlanTask
 
-Places = tuple[tuple[int, ...], ...]  # ranks per stage
+# Ranks of each stage.
+Places = tuple[tuple[int, ...], ...]
 
 
 def staged_plan(
@@ -38,19 +40,17 @@ def staged_plan(
     remat: bool = False,
     batch_scope: str = "rank",
 ) -> Plan:
-    """The plan of a `record` run of the model; stages have about equal work, layouts are the
-    solver's.
+    """Return the plan of a `record` run; stages have about equal work, layouts are the solver's.
+
+    Args:
+        model, kwargs: name in `MODELS`, and its arguments.
+        places: ranks of each stage.
+        schedule, num_microbatches, batch_scope: of the run.
+        inside: `parallel` within a stage.
+        remat: whether stages are recomputed, in up to three segments each.
     """
     world = 1 + max(max(ranks) for ranks in places)
-    torch.set_default_dtype(torch.float64)
-    try:
-        module = MODELS[model](**kwargs)
-        rows = SAMPLES_PER_STEP if batch_scope == "global" else SAMPLES_PER_STEP // world
-        batch = module.example_batch(rows, torch.Generator().manual_seed(3))
-        step = capture_step(module, batch, world_size=world, batch_scope=batch_scope)
-    finally:
-        torch.set_default_dtype(torch.float32)
-    step = replace(step, batch_scope=batch_scope)
+    module, step = _captured(model, kwargs, world, batch_scope)
     cluster = ClusterSpec.load("pcie_8gpu", {"num_nodes": 1, "devices_per_node": world})
     options = PlanOptions.from_user(parallel=inside, batch_scope=batch_scope)
     optimizer = optimizer_info_of(module)
@@ -67,21 +67,17 @@ def staged_plan(
     for (first, last), ranks in zip(pairwise(cuts), places, strict=True):
         size = len(ranks)
         inner = cluster_layers(slice_stage(graph, first, last), min(3, last - first))[1:-1]
-        spans = tuple(first + cut for cut in inner) if remat else ()
+        if remat:
+            spans = tuple(first + cut for cut in inner)
+        else:
+            spans = ()
+        num_stages = places.count(ranks)
         wish = StageRequest(
-            first,
-            last,
-            (1, size),
-            (size,),
-            remat,
-            num_microbatches,
-            places.count(ranks),
-            stored[ranks],
-            spans,
+            *(first, last, (1, size), (size,), remat, num_microbatches, num_stages),
+            *(stored[ranks], spans),
         )
-        plan = replace(
-            solver.solve(wish).plan, remat_cuts=spans
-        )  # so many also where fewer would need less memory
+        # all segments, also if fewer would need less memory
+        plan = replace(solver.solve(wish).plan, remat_cuts=spans)
         stored[ranks].update(plan.parameter_plans)
         stages.append(replace(plan, first_device=ranks[0]))
     return Plan(
@@ -91,3 +87,20 @@ def staged_plan(
         num_microbatches,
         schedule,
     )
+
+
+def _captured(
+    model: str, kwargs: dict[str, Any], world: int, batch_scope: str
+) -> tuple[Any, StepGraph]:
+    """Return (module, captured step) of a run on `world` ranks in float64."""
+    num_samples = SAMPLES_PER_STEP
+    if batch_scope != "global":
+        num_samples //= world
+    torch.set_default_dtype(torch.float64)
+    try:
+        module = MODELS[model](**kwargs)
+        batch = module.example_batch(num_samples, torch.Generator().manual_seed(3))
+        step = capture_step(module, batch, world_size=world, batch_scope=batch_scope)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    return module, replace(step, batch_scope=batch_scope)

@@ -65,7 +65,9 @@ class Ramped(MLP):
         return [Ramp()]
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        factor = next(each for each in self.trainer.callbacks if isinstance(each, Ramp)).factor
+        factor = next(
+            callback for callback in self.trainer.callbacks if isinstance(callback, Ramp)
+        ).factor
         self.log("factor", factor)
         return factor * super().training_step(batch, batch_idx)
 
@@ -87,7 +89,9 @@ class Refitted(MLP):
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
-        self.phase, self.pool, self.phases = "", torch.nn.AvgPool1d(1, 1), []
+        self.phase = ""
+        self.pool = torch.nn.AvgPool1d(1, 1)
+        self.phases = []
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         self.phase = "train"

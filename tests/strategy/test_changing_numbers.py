@@ -18,7 +18,9 @@ from torch.utils.data import DataLoader, Dataset
 import alpa_strategy.lightning.run as run_module
 from alpa_strategy import AlpaStrategy
 
-ROWS, STEPS, WIDTH = 8, 16, 6
+ROWS = 8
+STEPS = 16
+WIDTH = 6
 
 
 class Samples(Dataset):
@@ -64,9 +66,13 @@ class Net(pl.LightningModule):
     def __init__(self) -> None:
         super().__init__()
         self.save_hyperparameters({"entropy": 0.3, "kind": "net"})
-        self.first, self.gate, self.drop = nn.Linear(WIDTH, 8), Gate(), nn.Dropout(0.0)
+        self.first = nn.Linear(WIDTH, 8)
+        self.gate = Gate()
+        self.drop = nn.Dropout(0.0)
         self.last = nn.Linear(8, 3)
-        self.beta, self.count, self.weights = 0.5, 3, {"kl": 1.0, "name": "kl"}
+        self.beta = 0.5
+        self.count = 3
+        self.weights = {"kl": 1.0, "name": "kl"}
 
     def forward(self, x: Tensor) -> Tensor:
         return self.last(self.gate(self.first(x)))
@@ -109,7 +115,7 @@ class OfACallback(Net):
 
 
 class WithinTheStep(Net):
-    """As written: what a step stores, a captured one would store once."""
+    """An eager step: a captured one would store the number once."""
 
     def number(self, batch: Any) -> Any:
         self.beta *= 0.95
@@ -223,8 +229,9 @@ def train_both(name: str, root: str) -> Any:
 
 
 @pytest.mark.parametrize("name", ["WithinTheStep", "OtherOnARank"])
-def test_numbers_of_a_rank_or_stored_by_the_step_run_as_written(pool, tmp_path, name: str) -> None:
+def test_local_numbers_and_stored_ones_run_in_eager_steps(pool, tmp_path, name: str) -> None:
     for expected, found in pool.run(2, train_both, name, str(tmp_path)):
         torch.testing.assert_close(found[0], expected[0], rtol=1e-9, atol=1e-9)
-        assert [each["beta"] for each in found[1]] == [each["beta"] for each in expected[1]]
+        betas = [step["beta"] for step in found[1]]
+        assert betas == [step["beta"] for step in expected[1]]
         assert found[3]

@@ -135,12 +135,9 @@ def test_lengths_that_change_from_batch_to_batch(
     assert {path: path.stat().st_mtime_ns for path in (tmp_path / "plans").glob("*.json")} == plans
 
 
-def test_lengths_that_differ_between_ranks_are_an_error_where_one_batch_is_asked_for(
-    pool, tmp_path: Path
-) -> None:
+def test_different_lengths_on_ranks_are_an_error_for_one_batch(pool, tmp_path: Path) -> None:
     with pytest.raises(WorkerError, match=r"differ.*rank 0: \[2, 7\]; rank 1: \[2, 6\]"):
         pool.run(2, train, str(tmp_path), {"parallel": "zero3", "batch_scope": "rank"}, "Padded")
-    first, second = pool.run(
-        2, train, str(tmp_path), {"parallel": "zero3"}, "Padded"
-    )  # as written: as under DDP
+    # eager steps, as under DDP
+    first, second = pool.run(2, train, str(tmp_path), {"parallel": "zero3"}, "Padded")
     torch.testing.assert_close(first["state"], second["state"], rtol=0, atol=0)

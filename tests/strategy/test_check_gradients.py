@@ -29,7 +29,9 @@ PIPELINE = {"num_stages": 2, "num_microbatches": 2}
 class Net(pl.LightningModule):
     def __init__(self, lr: float) -> None:
         super().__init__()
-        self.first, self.last, self.lr = nn.Linear(6, 6), nn.Linear(6, 2), lr
+        self.first = nn.Linear(6, 6)
+        self.last = nn.Linear(6, 2)
+        self.lr = lr
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         return self.last(self.first(batch[0]).tanh()).square().mean()
@@ -107,9 +109,13 @@ def train(root: str, fault: str, net: str, options: dict[str, Any]) -> list[str]
     checks = {"check_gradients": True, "check_replicas_every": 0}
     trainer = pl.Trainer(
         strategy=AlpaStrategy(cluster="pcie_8gpu", verbose=False, **checks, **options),
-        accelerator="cpu", devices=2, max_epochs=1, default_root_dir=root,
-        callbacks=[callbacks[fault]()] if fault in callbacks else [], **QUIET,
-    )  # fmt: skip
+        accelerator="cpu",
+        devices=2,
+        max_epochs=1,
+        default_root_dir=root,
+        callbacks=[callbacks[fault]()] if fault in callbacks else [],
+        **QUIET,
+    )
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         trainer.fit(
@@ -127,9 +133,14 @@ def reports(
 
 
 RUNS = {
-    "captured": {"placements": {"*": "R*"}}, "zero2": {"parallel": "zero2"}, "zero3": {"parallel": "zero3"},
-    "tensor": {"parallel": "tensor"}, "written": WRITTEN, "written parts": WRITTEN_PARTS, "pipeline": PIPELINE,
-}  # fmt: skip
+    "captured": {"placements": {"*": "R*"}},
+    "zero2": {"parallel": "zero2"},
+    "zero3": {"parallel": "zero3"},
+    "tensor": {"parallel": "tensor"},
+    "written": WRITTEN,
+    "written parts": WRITTEN_PARTS,
+    "pipeline": PIPELINE,
+}
 
 
 @pytest.mark.parametrize("run", RUNS)

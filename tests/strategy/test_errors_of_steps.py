@@ -104,7 +104,7 @@ ERRORS: dict[str, Callable[[Any, Tensor, int], None]] = {
     "check of a numbered class": numbered,
     "check with its values": text_of_values,
 }
-# What a pipeline, which sees all ranks' rows and no values, says otherwise: text, or type.
+# What a pipeline, which sees all ranks' samples and no values, says otherwise: text, or type.
 OF_VALUES = {"check of a numbered class", "check with its values"}
 
 
@@ -132,7 +132,7 @@ def errors(kind: str, root: str) -> dict[str, tuple[str, str, str]]:
     """(type, text, type of the cause) of the error of every check, on this rank."""
     rows = torch.randn(ROWS, 6, generator=torch.Generator().manual_seed(1))
     rows[8:] = torch.nan  # the second batch of each rank
-    found = {}
+    results = {}
     for name in ERRORS:
         Checks.check = name
         options = {"cluster": "pcie_8gpu", "plan_dir": root, "verbose": False}
@@ -149,19 +149,19 @@ def errors(kind: str, root: str) -> dict[str, tuple[str, str, str]]:
         )
         try:
             trainer.fit(Checks(), DataLoader(TensorDataset(rows), batch_size=4))
-            found[name] = "none", "", ""
+            results[name] = "none", "", ""
         except Exception as error:
-            found[name] = type(error).__name__, str(error), type(error.__cause__).__name__
-    return found
+            results[name] = type(error).__name__, str(error), type(error.__cause__).__name__
+    return results
 
 
 @pytest.fixture(scope="module")
 def by_kind(pool, tmp_path_factory):
     """What every kind of strategy raises, by rank."""
-    found = {}
+    results = {}
     for kind in ("ddp", "alpa", "pipelined"):
-        found[kind] = pool.run(2, errors, kind, str(tmp_path_factory.mktemp(kind)), timeout=300)
-    return found
+        results[kind] = pool.run(2, errors, kind, str(tmp_path_factory.mktemp(kind)), timeout=300)
+    return results
 
 
 @pytest.mark.parametrize("name", ERRORS)
@@ -179,7 +179,7 @@ def test_type_and_text_in_a_pipeline(by_kind, name: str) -> None:
 
 
 def test_torchs_own_error_about_shapes_in_a_pipeline(by_kind) -> None:
-    """The shapes are those of all ranks' rows."""
+    """The shapes are those of all ranks' samples."""
     for found in by_kind["pipelined"]:
         kind, text, cause = found["shapes"]
         assert (kind, cause) == ("RuntimeError", "CaptureError")

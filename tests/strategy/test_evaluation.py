@@ -1,5 +1,5 @@
-"""Evaluation on whole parameters or on shards: the same numbers, outputs and hook calls as a plain
-Trainer's.
+"""Evaluation on unsharded parameters or on shards: the same numbers, outputs and hook calls as a
+plain Trainer's.
 """
 
 from __future__ import annotations
@@ -120,9 +120,7 @@ def fit(
     stream: bool = False,
     **arguments: Any,
 ) -> dict[str, Any]:
-    """One training in fp64 with validation on loaders of so many rows; `strategy=None` is the plain
-    Trainer.
-    """
+    """Train once in fp64 with validation on loaders of given sizes; no strategy: plain Trainer."""
     world_size = 1 if strategy is None else torch.distributed.get_world_size()
     rank = 0 if strategy is None else torch.distributed.get_rank()
     torch.manual_seed(7)
@@ -193,7 +191,9 @@ def test_validation_of_several_loaders_with_a_smaller_last_batch(
     assert {"val_loss/dataloader_idx_1", "val_root_epoch/dataloader_idx_0"} <= reference[
         "metrics"
     ].keys()
-    assert all(len(run["groups"]) == 2 and len(set(run["groups"])) == 1 for run in runs)
+    for run in runs:
+        assert len(run["groups"]) == 2
+        assert len(set(run["groups"])) == 1
 
 
 class Plain(MLP):
@@ -242,7 +242,8 @@ class Metrics(MLP):
 
     def __init__(self, written: bool, **kwargs: Any) -> None:
         super().__init__(**kwargs)
-        self.written = written  # whether the second validation step must run as it is written
+        # whether the second validation step must run in eager mode
+        self.written = written
         kinds = {
             "mean": torchmetrics.MeanMetric,
             "sum": torchmetrics.SumMetric,
@@ -309,9 +310,9 @@ def test_metrics_have_the_values_of_ddp(
 ) -> None:
     sizes, kwargs = [3 * ROWS], {"written": written, **BIG}
     expected = pool.run(2, fit_with_ddp, str(tmp_path), sizes, kwargs)
-    found = pool.run(2, fit, "Metrics", str(tmp_path), strategy, sizes, kwargs)
+    per_rank = pool.run(2, fit, "Metrics", str(tmp_path), strategy, sizes, kwargs)
     assert {"t_sum", "v_mse", "v_cat_sum", "pair_rmse"} <= expected[0]["metrics"].keys()
-    for run in found:
+    for run in per_rank:
         assert run["metrics"] == pytest.approx(expected[0]["metrics"], rel=TOLERANCE)
         assert run["syncs"] == [True] * len(run["syncs"])
 
@@ -320,7 +321,9 @@ class Rows(IterableDataset):
     """A stream that gives each rank other rows, and the last rank fewer."""
 
     def __init__(self, data: TensorDataset, world_size: int, rank: int) -> None:
-        self.data, self.world_size, self.rank = data, world_size, rank
+        self.data = data
+        self.world_size = world_size
+        self.rank = rank
 
     def __iter__(self) -> Iterator[Any]:
         last = len(self.data) - ROWS if self.rank == self.world_size - 1 else len(self.data)
@@ -332,11 +335,11 @@ def fit_on_a_stream(root: str, strategy: dict[str, Any] | str) -> dict[str, Any]
 
 
 def test_a_stream_that_ends_sooner_on_one_rank(pool, tmp_path: Path) -> None:
-    """With whole parameters, and where these do not fit."""
+    """With unsharded parameters, and where these do not fit."""
     expected = pool.run(2, fit_on_a_stream, str(tmp_path), "ddp")
     for plan in ({"parallel": "zero3"}, {"parallel": "zero3", **NO_ROOM}):
-        found = pool.run(2, fit_on_a_stream, str(tmp_path), plan)
-        for run, other in zip(found, expected, strict=True):
+        per_rank = pool.run(2, fit_on_a_stream, str(tmp_path), plan)
+        for run, other in zip(per_rank, expected, strict=True):
             # This one is logged outside of a step, in float32, and its rows come in another order.
             for name, value in run["metrics"].items():
                 rounding = 1e-6 if name == "v_cat_sum" else TOLERANCE
@@ -429,7 +432,7 @@ class Sizes(pl.Callback):
 def test_evaluation_of_a_model_that_was_never_trained(
     pool, tmp_path: Path, memory_limit: float
 ) -> None:
-    """The weights are 368 kB: with a limit of 330 kB they must lie in shards."""
+    """The weights are 368 kB: with a limit of 330 kB they must be in shards."""
     sizes = [ROWS, ROWS + 4]
     reference = evaluate_without_fit(str(tmp_path), None, sizes)
     runs = pool.run(2, evaluate_without_fit, str(tmp_path), {"memory_limit": memory_limit}, sizes)
@@ -462,8 +465,10 @@ def test_ranks_whose_batches_differ(pool, tmp_path: Path) -> None:
     expected = pool.run(
         2, evaluate_without_fit, str(tmp_path), {"memory_limit": float("inf")}, sizes, True
     )
-    found = pool.run(2, evaluate_without_fit, str(tmp_path), {"memory_limit": 330_000}, sizes, True)
-    for run, other in zip(found, expected, strict=True):
+    per_rank = pool.run(
+        2, evaluate_without_fit, str(tmp_path), {"memory_limit": 330_000}, sizes, True
+    )
+    for run, other in zip(per_rank, expected, strict=True):
         assert all(size < NUM_ELEMENTS for size in run["seen"])
         for number, metrics in enumerate(run["metrics"][1]):  # the others are not synchronised
             name = f"test_loss/dataloader_idx_{number}"

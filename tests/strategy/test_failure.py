@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import re
 import time
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -27,8 +28,15 @@ class Fails(pl.Callback):
 model = MLP()
 rows = torch.utils.data.TensorDataset(*model.example_batch(64))
 strategy = alpa_strategy.AlpaStrategy(cluster="pcie_8gpu", verbose=False)
-trainer = pl.Trainer(strategy=strategy, accelerator="cpu", devices=2, max_epochs=2, callbacks=[Fails()],
-    default_root_dir=sys.argv[1], **QUIET)
+trainer = pl.Trainer(
+    strategy=strategy,
+    accelerator="cpu",
+    devices=2,
+    max_epochs=2,
+    callbacks=[Fails()],
+    default_root_dir=sys.argv[1],
+    **QUIET,
+)
 print("STARTED", flush=True)
 trainer.fit(model, torch.utils.data.DataLoader(rows, batch_size=4))
 print("FINISHED", flush=True)
@@ -65,11 +73,9 @@ CASCADE = re.compile("gloo/|connection (reset|closed)|broken pipe|LostRankError"
 @pytest.mark.parametrize(
     ("place", "rank"),
     [
-        (place, rank)
-        if place in PLACES[:3] and rank == 1
-        else pytest.param(place, rank, marks=pytest.mark.slow)
-        for place in PLACES
-        for rank in (0, 1)
+        *((place, 1) for place in PLACES[:3]),
+        *(pytest.param(place, 0, marks=pytest.mark.slow) for place in PLACES[:3]),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in product(PLACES[3:], (0, 1))),
     ],
 )
 def test_one_rank_shows_its_error_and_the_others_only_name_it(

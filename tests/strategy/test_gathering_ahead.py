@@ -1,5 +1,5 @@
-"""Parameters that are gathered ahead, and gradients whose sums go on beside the backward, change no
-bit.
+"""Parameters that are prefetched, and gradients whose sums are overlapped with the backward, change
+no bit.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ ROWS = 16
 
 
 def train(root: str, ahead_bytes: int | None, precision: str) -> tuple[dict[str, Tensor], int, int]:
-    """Three steps in ZeRO-3: (final weights, sums that went on beside the backward, planned bytes
-    ahead).
+    """Three steps in ZeRO-3: (final weights, sums that were overlapped with the backward, planned
+    bytes ahead).
 
     ahead_bytes: in the place of the planned, from the plan that `root` has.
     """
@@ -49,7 +49,9 @@ def train(root: str, ahead_bytes: int | None, precision: str) -> tuple[dict[str,
     torch.manual_seed(3)
     module = MODELS["gpt"](**SIZES)
     batch = module.example_batch(6 * ROWS)
-    rows = [[leaf[i] for leaf in batch] for i in range(6 * ROWS)]
+    rows = []
+    for i in range(6 * ROWS):
+        rows.append([leaf[i] for leaf in batch])
     trainer = pl.Trainer(
         accelerator="cpu",
         devices=2,

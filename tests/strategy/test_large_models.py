@@ -104,9 +104,14 @@ def train(
         sampler = DistributedSampler(data, world_size, int(os.environ["RANK"]), shuffle=False)
         loader = DataLoader(data, batch_size=per_rank, sampler=sampler)
     trainer = pl.Trainer(
-        accelerator="cpu", precision="64-true", max_epochs=1, default_root_dir=root, **QUIET, **parallel,
+        accelerator="cpu",
+        precision="64-true",
+        max_epochs=1,
+        default_root_dir=root,
+        **QUIET,
+        **parallel,
         **{k: v for k, v in arguments.items() if k not in ("ckpt_path", "save", "init_module")},
-    )  # fmt: skip
+    )
     torch.manual_seed(seed)
     if arguments.get("init_module"):
         with trainer.init_module():

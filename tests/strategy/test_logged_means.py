@@ -136,10 +136,10 @@ def true_means(sizes: Sizes) -> dict[str, float]:
 
 
 def run_all(root: str, name: str) -> list[dict[str, Any]]:
-    found = []
+    results = []
     for number, options in enumerate((None, {}, {"capture": "never"}, {"parallel": "zero3"})):
-        found.append(run(f"{root}/{number}", SIZES[name], options))
-    return found
+        results.append(run(f"{root}/{number}", SIZES[name], options))
+    return results
 
 
 @pytest.mark.parametrize("name", SIZES)

@@ -100,7 +100,11 @@ class ScoresComputed(TorchDispatchMode):
             query, key = args[
                 is_backward : 2 + is_backward
             ]  # [..., rows, width], [..., columns, width]
-            causal = args[7] if is_backward else len(args) > 4 and args[4]  # defaults are left out
+            # defaults are left out
+            if is_backward:
+                causal = args[7]
+            else:
+                causal = len(args) > 4 and args[4]
             scores = query.shape[:-1].numel() * key.shape[-2] * (0.5 if causal else 1.0)
             self.scores[is_backward] += scores
         return func(*args, **(kwargs or {}))

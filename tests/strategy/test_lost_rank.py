@@ -22,8 +22,14 @@ from alpa_strategy.comm.collectives import RankZero
 from alpa_strategy.pipeline.stage_worker import StageWorker
 from models import MLP
 
-root, lost, world, options, moment = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), eval(sys.argv[4]), sys.argv[5]
-run, result_of, calls = StageWorker.backward, RankZero.result_of, []
+root = sys.argv[1]
+lost = int(sys.argv[2])
+world = int(sys.argv[3])
+options = eval(sys.argv[4])
+moment = sys.argv[5]
+run = StageWorker.backward
+result_of = RankZero.result_of
+calls = []
 
 def die(where):
     if where == moment and torch.distributed.get_rank() == lost:
@@ -46,8 +52,17 @@ StageWorker.backward, RankZero.result_of = backward, slow_result_of
 model = MLP(num_layers=4)
 rows = torch.utils.data.TensorDataset(*model.example_batch(4 * 4 * world))
 strategy = AlpaStrategy(cluster="pcie_8gpu", verbose=False, num_microbatches=4, **options)
-trainer = pl.Trainer(strategy=strategy, accelerator="cpu", devices=world, max_epochs=50, logger=False,
-    enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, default_root_dir=root)
+trainer = pl.Trainer(
+    strategy=strategy,
+    accelerator="cpu",
+    devices=world,
+    max_epochs=50,
+    logger=False,
+    enable_checkpointing=False,
+    enable_progress_bar=False,
+    enable_model_summary=False,
+    default_root_dir=root,
+)
 trainer.fit(model, torch.utils.data.DataLoader(rows, batch_size=4))
 print("FINISHED", flush=True)
 """
@@ -93,21 +108,28 @@ def test_the_others_end_and_name_it(tmp_path, launcher, world, options, lost, mo
     }
     done = subprocess.run(
         [*start, str(script), str(tmp_path), str(lost), str(world), repr(options), moment],
-        env=environment, capture_output=True, text=True, timeout=300,
-    )  # fmt: skip
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
     ended = time.time()
     left = "?"
-    while (
-        left and time.time() < ended + 40
-    ):  # where rank 0 is killed, the ranks that it launched outlive it
+    # if rank 0 is killed, the ranks that it launched outlive it for a while
+    while left and time.time() < ended + 40:
         left = subprocess.run(["pgrep", "-f", str(script)], capture_output=True, text=True).stdout
         time.sleep(0.2)
     assert left == "", done.stderr
     assert done.returncode != 0
     assert "FINISHED" not in done.stdout
     assert time.time() - float((tmp_path / "killed").read_text()) < 60
-    named = rf"rank {lost} \(process \d+\) was ended by SIGKILL|no sign of life from rank {lost}|rank {lost} is gone"
-    if launcher == "torchrun":  # which names it itself, last
+    named = (
+        rf"rank {lost} \(process \d+\) was ended by SIGKILL"
+        rf"|no sign of life from rank {lost}"
+        rf"|rank {lost} is gone"
+    )
+    if launcher == "torchrun":
+        # torchrun names the rank itself, in its last lines
         named += rf"|Root Cause[^=]*\srank +: {lost} "
     assert re.search(named, done.stderr), done.stderr
     for rank in set(range(world)) - {lost}:

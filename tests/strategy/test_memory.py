@@ -34,7 +34,7 @@ BENCH = Path(__file__).parents[2] / "scripts" / "bench_memory.py"
     "case", ["data", "zero3", "tensor", "1F1B", "GPipe", "large", "large, 6 layers"]
 )
 def test_measured_peaks_are_the_planned_ones(case: str) -> None:
-    """Within 15 % (`data` is held to a limit), and the whole process below plan and `process_bytes`
+    """Within 15 % (`data` is held to a limit), and the full process below plan and `process_bytes`
     + 10 %; `large`
     does not fit on one device, and is never whole on any rank."""
     environment = {
@@ -86,10 +86,17 @@ def resident_bytes(root: str, strategy: dict[str, Any]) -> list[int]:
     """Resident memory of this rank after every 10 of 120 steps."""
     given = AlpaStrategy(cluster="pcie_8gpu", plan_dir=f"{root}/plans", verbose=False, **strategy)
     trainer = pl.Trainer(
-        accelerator="cpu", devices=2, strategy=given, max_epochs=2, default_root_dir=root, **QUIET,
+        accelerator="cpu",
+        devices=2,
+        strategy=given,
+        max_epochs=2,
+        default_root_dir=root,
+        **QUIET,
         val_check_interval=10,
-        limit_val_batches=4, num_sanity_val_steps=0, use_distributed_sampler=False,
-    )  # fmt: skip
+        limit_val_batches=4,
+        num_sanity_val_steps=0,
+        use_distributed_sampler=False,
+    )
     torch.manual_seed(1)
     model = Perceptron()
     loaders = [DataLoader(Sequences(), batch_size=2) for _ in range(2)]
@@ -137,7 +144,10 @@ class Most(pl.Callback):
     """
 
     def __init__(self) -> None:
-        self.num_bytes, self._steps, self._before, self.threads = 0, 0, 0, 0
+        self.num_bytes = 0
+        self._steps = 0
+        self._before = 0
+        self.threads = 0
 
     def on_train_batch_start(self, *unused: object) -> None:
         self._steps += 1
@@ -195,7 +205,7 @@ def test_freed_memory_is_kept_within_a_limit_that_binds(pool, tmp_path: Path) ->
     ((held, threads, left, planned),) = pool.run(1, held_under_limit, str(tmp_path), limit)
     assert held < 1.1 * limit
     assert (threads, left) == (1, 0)
-    assert planned <= limit / KEPT_BLOCKS  # freed blocks have room beside it
+    assert planned <= limit / KEPT_BLOCKS  # freed blocks have room in addition
 
 
 def planned_under_limit(

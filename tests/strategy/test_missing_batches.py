@@ -112,8 +112,8 @@ def train_unevenly(root: str, parallel: str, max_steps: int) -> Any:
 
 @pytest.mark.parametrize("parallel", ["data", "zero3"])
 def test_a_rank_without_a_training_batch_ends_the_run_on_all(pool, tmp_path, parallel: str) -> None:
-    found = pool.run(2, train_unevenly, str(tmp_path), parallel, -1, timeout=60)
-    assert found == ["some ranks have no more training batches, others have"] * 2
+    per_rank = pool.run(2, train_unevenly, str(tmp_path), parallel, -1, timeout=60)
+    assert per_rank == ["some ranks have no more training batches, others have"] * 2
 
 
 def test_streams_of_other_lengths_train_for_as_many_steps(pool, tmp_path) -> None:
@@ -135,7 +135,9 @@ class Ends(pl.Callback):
 
 strategy = AlpaStrategy(cluster="pcie_8gpu", verbose=False, collective_timeout_seconds=1000)
 callbacks = [Ends()] if sys.argv[1] == "epoch" else []
-trainer = pl.Trainer(accelerator="cpu", devices=2, strategy=strategy, max_steps=9, callbacks=callbacks, **QUIET)
+trainer = pl.Trainer(
+    accelerator="cpu", devices=2, strategy=strategy, max_steps=9, callbacks=callbacks, **QUIET
+)
 
 class Uneven(Logging):
     def train_dataloader(self):

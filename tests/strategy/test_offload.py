@@ -1,4 +1,4 @@
-"""State that does not fit on the devices lies in host memory: the same training, within the
+"""State that does not fit on the devices is in host memory: the same training, within the
 limit.
 """
 
@@ -32,7 +32,7 @@ HOST = {"link_bandwidth": 25e9, "memory_bytes": 1e12, "memory_bandwidth": 100e9}
 
 
 def cluster_file(folder: Path, num_devices: int, **host: float) -> str:
-    """A node of so many devices with a way to host memory."""
+    """Write the cluster file of a node with `num_devices` and a link to host memory."""
     spec = ClusterSpec.load(
         "pcie_8gpu", {"num_nodes": 1, "devices_per_node": num_devices}
     ).to_dict()
@@ -163,17 +163,20 @@ def validate(strategy: dict[str, Any] | None, world_size: int) -> dict[str, Any]
     model = Validated(**SIZES)
     data = Rows(model.example_batch(24, torch.Generator().manual_seed(2)))
     given = {} if strategy is None else {"strategy": AlpaStrategy(**strategy)}
+    batch_size = 8 if strategy is None else 8 // world_size
     trainer = pl.Trainer(
-        accelerator="cpu", devices=1 if strategy is None else world_size, max_epochs=1, precision="64-true",
-        use_distributed_sampler=False, **QUIET,
+        accelerator="cpu",
+        devices=1 if strategy is None else world_size,
+        max_epochs=1,
+        precision="64-true",
+        use_distributed_sampler=False,
+        **QUIET,
         **given,
-    )  # fmt: skip
+    )
     trainer.fit(
         model,
-        *(
-            DataLoader(data, 8 if strategy is None else 8 // world_size, shuffle=False)
-            for _ in range(2)
-        ),
+        DataLoader(data, batch_size, shuffle=False),
+        DataLoader(data, batch_size, shuffle=False),
     )
     return {"seen": model.seen, "loss": float(trainer.callback_metrics["val_loss"])}
 

@@ -1,5 +1,5 @@
-"""Hooks see this rank's rows of a step's results, as of the batch beside them; what all rows share
-is whole.
+"""Hooks see this rank's samples of a step's results, as of the batch beside them; what all rows
+share is whole.
 """
 
 from __future__ import annotations
@@ -16,7 +16,9 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from alpa_strategy import AlpaStrategy
 
-ROWS, WIDTH, RANKS = 4, 6, 2
+ROWS = 4
+WIDTH = 6
+RANKS = 2
 PLANS: list[dict[str, Any]] = [{"parallel": "data"}, {"parallel": "tensor"}, {"num_stages": 2}]
 
 
@@ -57,7 +59,7 @@ class Net(pl.LightningModule):
 
 
 class Sees(pl.Callback):
-    """Compares the outputs with what this rank's rows give."""
+    """Compares the outputs with what this rank's samples give."""
 
     def on_train_batch_end(
         self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int

@@ -52,14 +52,14 @@ def run(model, kwargs, options, *arguments):
 @pytest.fixture(scope="session")
 def plain(pool):
     """Runs of a plain single-process Trainer, computed once."""
-    found = {}
+    results = {}
 
     def get(model, kwargs, num_ranks, clip, accumulate, num_microbatches):
         key = (model, str(kwargs), num_ranks, clip, accumulate, num_microbatches)
-        if key not in found:
+        if key not in results:
             arguments = (STEPS, num_ranks, clip, accumulate, ".", "64-true", num_microbatches)
-            found[key] = pool.run(1, run, model, kwargs, None, *arguments, init_group=False)[0]
-        return found[key]
+            results[key] = pool.run(1, run, model, kwargs, None, *arguments, init_group=False)[0]
+        return results[key]
 
     return get
 
@@ -78,7 +78,8 @@ def check(
     remat=False,
 ):
     places = places_of(schedule, split)
-    world, num_microbatches = 4, 2 if len(places) == 2 else 4 if len(places) == 4 else 8
+    world = 4
+    num_microbatches = {2: 2, 4: 4}.get(len(places), 8)
     kwargs = {**(MODELS | EXTRA)[model], "optimizer": optimizer}
     scope = "rank" if num_microbatches == 2 else "global"  # 8 rows on 4 ranks
     plan = staged_plan(
@@ -106,7 +107,7 @@ def compare(plain, runs, model, kwargs, num_ranks, clip, accumulate):
     """With one device; where BatchNorm is, with its accumulation over the same micro-batches."""
     parts = runs[0]["pipeline"][1] if model in BATCH_NORM else 1
     reference = plain(model, kwargs, num_ranks, clip, accumulate, parts)
-    if parts > 1:  # the plain Trainer logs every part, the pipeline the whole step
+    if parts > 1:  # the plain Trainer logs every part, the pipeline the full step
         reference = {**reference, "metrics": runs[0]["metrics"]}
     for one in runs:
         assert_same(one, reference)

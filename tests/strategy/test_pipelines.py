@@ -33,13 +33,13 @@ CASES = {
 @pytest.fixture(scope="session")
 def plain(pool):
     """Runs of a plain single-process Trainer, computed once."""
-    found = {}
+    results = {}
 
     def get(model, optimizer, world_size, clip=None, accumulate=1):
         key = (model, optimizer, world_size, clip, accumulate)
-        if key not in found:
+        if key not in results:
             kwargs = {**CASES[model], "optimizer": optimizer}
-            found[key] = pool.run(
+            results[key] = pool.run(
                 1,
                 record,
                 model,
@@ -51,7 +51,7 @@ def plain(pool):
                 accumulate,
                 init_group=False,
             )[0]
-        return found[key]
+        return results[key]
 
     return get
 
@@ -168,7 +168,7 @@ PIPELINE = {"num_stages": 2, "num_microbatches": 2, "schedule": "1F1B"}
 
 @pytest.mark.parametrize("kind", ["Validated", "Measured"])
 def test_validation_and_logs(pool, tmp_path, kind):
-    """Evaluation sees whole parameters; metrics, numbers and dicts are logged, and outputs
+    """Evaluation sees unsharded parameters; metrics, numbers and dicts are logged, and outputs
     returned, on all ranks.
     """
     arguments = {"validate": kind == "Validated", "max_epochs": 2}
@@ -208,10 +208,10 @@ def test_a_checkpoint_in_the_middle_of_training(pool, tmp_path):
     train(MLP, str(plain), None, callbacks=[SaveMidway()])
     pool.run(2, run_and_save_midway, str(alpa))
     expected = torch.load(plain / "midway.ckpt", weights_only=False)
-    found = torch.load(alpa / "midway.ckpt", weights_only=False)
-    assert found.keys() == expected.keys()
+    stored = torch.load(alpa / "midway.ckpt", weights_only=False)
+    assert stored.keys() == expected.keys()
     for key in ("state_dict", "optimizer_states"):
-        torch.testing.assert_close(found[key], expected[key], rtol=1e-9, atol=1e-9)
+        torch.testing.assert_close(stored[key], expected[key], rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize("num_rows", [3 * ROWS + 4, 3 * ROWS + 2])
@@ -320,9 +320,18 @@ class Fails(pl.Callback):
 
 model = MLP()
 rows = torch.utils.data.TensorDataset(*model.example_batch(64))
-strategy = alpa_strategy.AlpaStrategy(cluster="pcie_8gpu", verbose=False, num_stages=2, num_microbatches=2)
-trainer = pl.Trainer(strategy=strategy, accelerator="cpu", devices=2, max_epochs=2, callbacks=[Fails()],
-    default_root_dir=sys.argv[1], **QUIET)
+strategy = alpa_strategy.AlpaStrategy(
+    cluster="pcie_8gpu", verbose=False, num_stages=2, num_microbatches=2
+)
+trainer = pl.Trainer(
+    strategy=strategy,
+    accelerator="cpu",
+    devices=2,
+    max_epochs=2,
+    callbacks=[Fails()],
+    default_root_dir=sys.argv[1],
+    **QUIET,
+)
 trainer.fit(model, torch.utils.data.DataLoader(rows, batch_size=4))
 print("FINISHED", flush=True)
 """
@@ -339,5 +348,6 @@ def test_dropout_is_reproducible(pool, tmp_path, world, options):
     options = {**options, "cluster": "pcie_8gpu", "plan_dir": str(tmp_path), "verbose": False}
     first, again = (pool.run(world, record, "gpt", kwargs, options, STEPS, world) for _ in range(2))
     assert len(set(first[0]["losses"])) == STEPS
-    assert [run["losses"] for run in first] == [run["losses"] for run in again]
+    for one, other in zip(first, again, strict=True):
+        assert one["losses"] == other["losses"]
     assert len({tuple(run["losses"]) for run in first}) == 1

@@ -106,7 +106,8 @@ def test_a_plan_is_found_again_until_something_changes(pool, tmp_path: Path) -> 
 
 def test_errors_are_one_clear_message_on_every_rank(pool, tmp_path: Path) -> None:
     root = str(tmp_path)
-    captured = {"capture": "require"}  # else both run as written
+    # without "require", both would run in eager steps
+    captured = {"capture": "require"}
     for message in pool.run(2, run, "Branching", root, captured):
         assert "test_plans_of_runs.py" in message
         assert "What to do" in message
@@ -118,13 +119,13 @@ def test_errors_are_one_clear_message_on_every_rank(pool, tmp_path: Path) -> Non
     for message in pool.run(2, run, "MLP", root, {"logical_mesh": [3]}):
         assert "3" in message
     for message in pool.run(2, run, "MLP", root, {"batch_scope": "global"}):
-        assert "which are to load the same rows" in message  # each rank drew its own rows
+        assert "which are to load the same rows" in message  # each rank drew its local samples
     for message in pool.run(2, run, "WithNormScaled", root, {"parallel": "zero3"}):
         assert "NormScaled does not work element by element" in message
 
 
 def test_an_edited_plan_is_refused_and_a_stored_one_made_anew(pool, tmp_path: Path) -> None:
-    """Without the check this edit trains: a summand of the output bias is taken for the whole."""
+    """Without the check this edit trains: a partial output bias is taken for the sum."""
     root = str(tmp_path)
     assert pool.run(2, run, "MLP", root, {}) == ["trained"] * 2
     (path,) = (tmp_path / "plans").glob("*.json")

@@ -71,7 +71,7 @@ WATCHES = {"afterwards": Outputs, "before": BeforeBackward}
 def train(
     callback: Outputs, strategy: dict[str, Any] | None, root: str, world_size: int, **options: Any
 ) -> dict[str, Any]:
-    """One epoch of four steps; the plain run takes the ranks' rows as one batch."""
+    """One epoch of four steps; the plain run takes the ranks' samples as one batch."""
     torch.set_default_dtype(torch.float64)
     try:
         generator = torch.Generator().manual_seed(1)

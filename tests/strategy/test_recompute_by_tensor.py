@@ -1,5 +1,5 @@
-"""Memory by the tensor: where a limit binds, some activations are made again in the backward;
-results are the same.
+"""Activation checkpointing by the tensor: under a limit that binds, some activations are recomputed
+in the backward; results are the same.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def test_what_a_second_run_gathers_is_priced() -> None:
     assert again[1] > kept[1]
 
 
-def test_on_many_devices_stages_of_pipelines_recompute_and_not_tensors(monkeypatch) -> None:
+def test_pipelines_on_many_devices_recompute_stages(monkeypatch) -> None:
     """To decide tensor by tensor takes minutes there; the plan is stored under the options as they
     were given.
     """
@@ -163,7 +163,7 @@ def test_what_is_read_through_views_is_made_again(pool, tmp_path: Path) -> None:
 
 
 def noted(strategy: dict[str, Any]) -> int:
-    """How many results were left to be made again in two steps."""
+    """Return the number of results that were left to be recomputed in two steps."""
     noted, note = [], SavedTensorHooks.note_made
 
     def seen(regather: SavedTensorHooks, *arguments: Any) -> None:
@@ -207,16 +207,16 @@ def test_what_is_pinned_is_made_again_and_nothing_else() -> None:
 
 def test_spans_are_made_again_where_single_results_do_not_fit() -> None:
     limit = plan("llama", remat=True, num_microbatches=1, layers=8).predicted.peak_bytes * 1.01
-    found = plan("llama", memory_limit=limit, layers=8, offload=False)
-    assert found.stages[0].remat
-    assert found.num_microbatches == 1
-    assert found.predicted.peak_bytes <= limit
+    chosen_plan = plan("llama", memory_limit=limit, layers=8, offload=False)
+    assert chosen_plan.stages[0].remat
+    assert chosen_plan.num_microbatches == 1
+    assert chosen_plan.predicted.peak_bytes <= limit
     # The cluster has a way to host memory: where results may wait there, that is faster.
     stored = plan("llama", memory_limit=limit, layers=8)
     assert stored.stages[0].stored
     assert not stored.stages[0].remat
     assert stored.predicted.peak_bytes <= limit
-    assert stored.predicted.step_seconds < found.predicted.step_seconds
+    assert stored.predicted.step_seconds < chosen_plan.predicted.step_seconds
 
 
 def test_names_that_can_mean_nothing() -> None:
@@ -233,7 +233,7 @@ def test_names_that_can_mean_nothing() -> None:
 
 
 def check(pool, tmp_path: Path, model: str, world_size: int, options: dict[str, Any]) -> None:
-    """Two steps are those of the plain Trainer, and something was made again."""
+    """Two steps are those of the plain Trainer, and some results were recomputed."""
     strategy = {"cluster": "pcie_8gpu", "plan_dir": str(tmp_path), **options}
     runs = pool.run(world_size, train, model, strategy, world_size)
     (reference,) = pool.run(1, train, model, None, world_size, init_group=False)
@@ -252,6 +252,6 @@ def test_recomputation_keeps_a_named_plan_on_all_devices(parallel: str) -> None:
         ClusterSpec.load("pcie_8gpu", {"num_nodes": 1, "devices_per_node": 2}),
     )
     options = PlanOptions.from_user(parallel=parallel, remat=True)
-    found = make_plan(module, module.example_batch(8), cluster, options)
-    assert [stage.logical_mesh for stage in found.stages] == [(2,)]
-    assert found.stages[0].remat
+    chosen_plan = make_plan(module, module.example_batch(8), cluster, options)
+    assert [stage.logical_mesh for stage in chosen_plan.stages] == [(2,)]
+    assert chosen_plan.stages[0].remat

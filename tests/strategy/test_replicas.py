@@ -19,7 +19,10 @@ from worker_pool import WorkerError
 
 from alpa_strategy import AlpaStrategy
 
-STEPS, ROWS, REPLICAS, RANKS = 5, 4, 2, 4
+STEPS = 5
+ROWS = 4
+REPLICAS = 2
+RANKS = 4
 WIDTH = 16
 
 
@@ -27,7 +30,9 @@ class Sequences(Dataset):
     """[T, WIDTH] and a class; T is the same of all samples, or is not; so are the values."""
 
     def __init__(self, count: int, lengths: int = 1, same: bool = False) -> None:
-        self.count, self.lengths, self.same = count, lengths, same
+        self.count = count
+        self.lengths = lengths
+        self.same = same
 
     def __len__(self) -> int:
         return self.count
@@ -72,11 +77,9 @@ def padded(samples: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
 class Attention(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.norm, self.qkv, self.out = (
-            nn.LayerNorm(WIDTH),
-            nn.Linear(WIDTH, 3 * WIDTH),
-            nn.Linear(WIDTH, WIDTH),
-        )
+        self.norm = nn.LayerNorm(WIDTH)
+        self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
+        self.out = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x_BTD: Tensor) -> Tensor:
         q, k, v = (
@@ -89,7 +92,7 @@ class Attention(nn.Module):
 
 
 class Model(pl.LightningModule):
-    """One attention and an MLP of each kind that is asked for."""
+    """One attention and an MLP of each kind that is requested."""
 
     def __init__(
         self,
@@ -109,7 +112,10 @@ class Model(pl.LightningModule):
         self.drop, self.head = nn.Dropout(dropout), nn.Linear(WIDTH, 3)
         self.accuracy = torchmetrics.MeanMetric()
         self.seen = torchmetrics.SumMetric()
-        self.lengths, self.last_rows, self.same, self.reads = lengths, last_rows, same, reads
+        self.lengths = lengths
+        self.last_rows = last_rows
+        self.same = same
+        self.reads = reads
         self.apart, self.noise = apart, noise
 
     def forward(self, x_BTD: Tensor) -> Tensor:
@@ -225,15 +231,15 @@ def train(
 @pytest.fixture(scope="module")
 def under_ddp(pool, tmp_path_factory):
     """Trainings with a rank for each replica, computed once."""
-    found: dict[str, list[Any]] = {}
+    results: dict[str, list[Any]] = {}
 
     def get(model: dict[str, Any], **arguments: Any) -> list[Any]:
         key = repr((model, arguments))
-        if key not in found:
-            found[key] = pool.run(
+        if key not in results:
+            results[key] = pool.run(
                 REPLICAS, train_ddp, str(tmp_path_factory.mktemp("ddp")), model, arguments
             )
-        return found[key]
+        return results[key]
 
     return get
 
@@ -283,9 +289,9 @@ INSIDE = {
 
 @pytest.mark.parametrize("inside", INSIDE)
 def test_any_plan_inside_of_a_replica_is_ddp_outside(pool, under_ddp, tmp_path, inside):
-    found = pool.run(RANKS, train_replicas, str(tmp_path), INSIDE[inside], {}, {})
-    assert found[0]["plan"][0] == (2 if inside == "pipeline" else 1)
-    check(found, under_ddp({}))
+    per_rank = pool.run(RANKS, train_replicas, str(tmp_path), INSIDE[inside], {}, {})
+    assert per_rank[0]["plan"][0] == (2 if inside == "pipeline" else 1)
+    check(per_rank, under_ddp({}))
 
 
 CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
@@ -311,15 +317,17 @@ def test_what_ddp_does_replicas_do(pool, under_ddp, tmp_path, case):
 
 
 def test_replicas_draw_their_own_numbers_and_their_ranks_the_same(pool, tmp_path):
-    found = pool.run(
+    per_rank = pool.run(
         RANKS, train_replicas, str(tmp_path), INSIDE["tensor"], {"dropout": 0.5, "same": True}, {}
     )
-    own = [[step["own"] for step in one["logged"]] for one in found]
+    own = []
+    for one in per_rank:
+        own.append([step["own"] for step in one["logged"]])
     assert own[0] == own[1]
     assert own[2] == own[3]
     assert all(a != b for a, b in zip(own[0], own[2], strict=True))
-    for name, value in found[0]["weights"].items():
-        assert all(torch.equal(value, one["weights"][name]) for one in found), name
+    for name, value in per_rank[0]["weights"].items():
+        assert all(torch.equal(value, one["weights"][name]) for one in per_rank), name
 
 
 PLAIN = {"batch_scope": "rank", "replicas": None, "parallel": "data"}
@@ -333,20 +341,22 @@ def test_a_checkpoint_goes_from_replicas_to_a_plain_plan_and_back(pool, under_dd
     if first == "plain":
         begins, goes_on = goes_on, (RANKS, INSIDE["pipeline"])
     pool.run(begins[0], train_replicas, str(tmp_path), begins[1], {}, {"save": path})
-    found = pool.run(goes_on[0], train_replicas, str(tmp_path), goes_on[1], {}, {"resume": path})
+    per_rank = pool.run(goes_on[0], train_replicas, str(tmp_path), goes_on[1], {}, {"resume": path})
     expected = under_ddp({})[0]
-    assert [len(one["logged"]) for one in found] == [STEPS - 2] * goes_on[0]
-    for one in found:
+    assert [len(one["logged"]) for one in per_rank] == [STEPS - 2] * goes_on[0]
+    for one in per_rank:
         for name, value in expected["weights"].items():
             torch.testing.assert_close(one["weights"][name], value, rtol=0, atol=1e-9, msg=name)
 
 
 def test_a_resumed_training_goes_on_bit_by_bit(pool, tmp_path):
-    path, inside, model = str(tmp_path / "midway.ckpt"), INSIDE["zero3"], {"dropout": 0.5}
+    path = str(tmp_path / "midway.ckpt")
+    inside = INSIDE["zero3"]
+    model = {"dropout": 0.5}
     whole = pool.run(RANKS, train_replicas, str(tmp_path), inside, model, {})
     pool.run(RANKS, train_replicas, str(tmp_path), inside, model, {"save": path})
-    found = pool.run(RANKS, train_replicas, str(tmp_path), inside, model, {"resume": path})
-    for one, other in zip(found, whole, strict=True):
+    per_rank = pool.run(RANKS, train_replicas, str(tmp_path), inside, model, {"resume": path})
+    for one, other in zip(per_rank, whole, strict=True):
         assert [step["own"] for step in one["logged"]] == [
             step["own"] for step in other["logged"][2:]
         ]
@@ -380,10 +390,12 @@ def test_rows_that_differ_within_a_replica_are_refused_at_any_step(pool, tmp_pat
 
 
 def test_workers_draw_alike_within_a_replica(pool, tmp_path):
-    found = pool.run(
+    per_rank = pool.run(
         RANKS, train_replicas, str(tmp_path), INSIDE["tensor"], {"noise": True, "same": True}, {}
     )
-    own = [[step["own"] for step in one["logged"]] for one in found]
+    own = []
+    for one in per_rank:
+        own.append([step["own"] for step in one["logged"]])
     assert own[0] == own[1]
     assert own[2] == own[3]
     assert all(a != b for a, b in zip(own[0], own[2], strict=True))
@@ -392,9 +404,9 @@ def test_workers_draw_alike_within_a_replica(pool, tmp_path):
 @pytest.mark.parametrize("replicas", [1, 4])
 def test_one_replica_and_one_for_each_device(pool, tmp_path, replicas):
     """All devices are one device then, or each is one under DDP."""
-    found = pool.run(RANKS, train_replicas, str(tmp_path), {"replicas": replicas}, {}, {})
+    per_rank = pool.run(RANKS, train_replicas, str(tmp_path), {"replicas": replicas}, {}, {})
     alone = pool.run(replicas, train_ddp, str(tmp_path), {}, {})
-    for rank, one in enumerate(found):
+    for rank, one in enumerate(per_rank):
         expected = alone[rank * replicas // RANKS]
         assert one["last"] == pytest.approx(expected["last"], abs=1e-9)
         for name, value in expected["weights"].items():

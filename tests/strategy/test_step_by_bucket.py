@@ -1,5 +1,5 @@
-"""What is complete is stepped while other gradients are summed, and nobody can tell it from one
-step.
+"""Buckets of complete gradients are stepped while other gradients are reduced; the result is that
+of one step.
 """
 
 from __future__ import annotations

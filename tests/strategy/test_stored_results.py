@@ -110,9 +110,12 @@ def test_training_with_them_is_one_devices(
     path = tmp_path / "cluster.yaml"
     path.write_text(json.dumps(cluster(world_size)))
     strategy = {
-        "cluster": str(path), "plan_dir": str(tmp_path), "memory_limit": 0.45 * needed(world_size), "num_stages": 1,
+        "cluster": str(path),
+        "plan_dir": str(tmp_path),
+        "memory_limit": 0.45 * needed(world_size),
+        "num_stages": 1,
         "num_microbatches": 1,
-    }  # fmt: skip
+    }
     runs = pool.run(world_size, train, strategy, world_size, arguments)
     (reference,) = pool.run(1, train, None, world_size, arguments, init_group=False)
     for run in runs:

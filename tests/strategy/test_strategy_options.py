@@ -57,8 +57,8 @@ class Bare(pl.LightningModule):
     def configure_optimizers(self):
         import torch
 
-        found = [torch.optim.SGD(self.parameters(), lr=0.1) for _ in range(self.num_optimizers)]
-        return found[0] if len(found) == 1 else found
+        results = [torch.optim.SGD(self.parameters(), lr=0.1) for _ in range(self.num_optimizers)]
+        return results[0] if len(results) == 1 else results
 
 
 @pytest.mark.parametrize(
@@ -76,7 +76,8 @@ def test_modules_that_cannot_train_are_refused(model: Bare, message: str, tmp_pa
         torch.utils.data.TensorDataset(torch.randn(4, 2)), batch_size=2
     )
     trainer = pl.Trainer(
-        strategy=AlpaStrategy(capture="require"),  # else manual optimization runs as written
+        # without "require", manual optimization would run in eager steps
+        strategy=AlpaStrategy(capture="require"),
         accelerator="cpu",
         devices=1,
         max_steps=1,

@@ -60,9 +60,7 @@ def train(
     validate: bool = False,
     **trainer_arguments: Any,
 ) -> dict[str, Any]:
-    """One training in fp64 without shuffling; `strategy=None` is the plain Trainer on the global
-    batches.
-    """
+    """Train once in fp64 without shuffling; without `strategy`: plain Trainer on global batches."""
     torch.manual_seed(7)
     torch.set_default_dtype(torch.float64)
     try:
@@ -70,29 +68,12 @@ def train(
         data = TensorDataset(*model.example_batch(num_rows, torch.Generator().manual_seed(3)))
     finally:
         torch.set_default_dtype(torch.float32)
-    if strategy is None:
-        order = [
-            r + world_size * i
-            for s in range(0, num_rows, ROWS)
-            for r in range(world_size)
-            for i in _rows(s, num_rows, world_size)
-        ]
-        loader = DataLoader(data, batch_size=ROWS, sampler=order)
-        parallel: dict[str, Any] = {"devices": 1}
-    else:
-        strategy = {
-            "cluster": "pcie_8gpu",
-            "plan_dir": f"{root}/plans",
-            "verbose": False,
-            **strategy,
-        }
-        parallel = {"devices": world_size, "strategy": AlpaStrategy(**strategy)}
-        if strategy.get("batch_scope") == "global":
-            loader = DataLoader(data, batch_size=ROWS)
-        else:
-            rank = torch.distributed.get_rank()
-            sampler = DistributedSampler(data, world_size, rank, shuffle=False)
-            loader = DataLoader(data, batch_size=ROWS // world_size, sampler=sampler)
+    loader = _loader(data, strategy, world_size)
+    parallel: dict[str, Any] = {"devices": 1}
+    if strategy is not None:
+        defaults = {"cluster": "pcie_8gpu", "plan_dir": f"{root}/plans", "verbose": False}
+        strategy_of_run = AlpaStrategy(**{**defaults, **strategy})
+        parallel = {"devices": world_size, "strategy": strategy_of_run}
     trainer = pl.Trainer(
         accelerator="cpu",
         precision="64-true",
@@ -112,6 +93,22 @@ def train(
         "optimizer": trainer.optimizers[0].state_dict(),
         "steps": trainer.global_step,
     }
+
+
+def _loader(data: TensorDataset, strategy: dict[str, Any] | None, world_size: int) -> DataLoader:
+    """Return the loader of this rank, or of the plain Trainer: samples in the ranks' order."""
+    if strategy is None:
+        order = []
+        for start in range(0, len(data), ROWS):
+            for rank in range(world_size):
+                rows = _rows(start, len(data), world_size)
+                order += [rank + world_size * row for row in rows]
+        return DataLoader(data, batch_size=ROWS, sampler=order)
+    if strategy.get("batch_scope") == "global":
+        return DataLoader(data, batch_size=ROWS)
+    rank = torch.distributed.get_rank()
+    sampler = DistributedSampler(data, world_size, rank, shuffle=False)
+    return DataLoader(data, batch_size=ROWS // world_size, sampler=sampler)
 
 
 def _rows(start: int, num_rows: int, world_size: int) -> range:
@@ -185,10 +182,10 @@ def test_a_checkpoint_in_the_middle_of_training(pool, tmp_path: Path) -> None:
     train(MLP, str(plain), None, callbacks=[SaveMidway()])
     pool.run(2, run_with_midway_checkpoint, str(alpa))
     expected = torch.load(plain / "midway.ckpt", weights_only=False)
-    found = torch.load(alpa / "midway.ckpt", weights_only=False)
+    stored = torch.load(alpa / "midway.ckpt", weights_only=False)
     for key in ("state_dict", "optimizer_states"):
-        torch.testing.assert_close(found[key], expected[key], rtol=TOLERANCE, atol=TOLERANCE)
-    assert found.keys() == expected.keys()
+        torch.testing.assert_close(stored[key], expected[key], rtol=TOLERANCE, atol=TOLERANCE)
+    assert stored.keys() == expected.keys()
 
 
 def test_a_smaller_last_batch_and_a_branch_on_batch_idx(pool, tmp_path: Path) -> None:
@@ -200,7 +197,7 @@ def test_a_smaller_last_batch_and_a_branch_on_batch_idx(pool, tmp_path: Path) ->
 
 @pytest.mark.parametrize("parallel", ["auto", "data", "zero3"])
 def test_global_batches(pool, tmp_path: Path, parallel: str) -> None:
-    """Every rank loads the whole batch; the last one has an odd number of rows."""
+    """Every rank loads the global batch; the last one has an odd number of rows."""
     arguments = {"num_rows": 2 * ROWS + 5}
     reference = train(MLP, str(tmp_path), None, world_size=1, **arguments)
     strategy = {"batch_scope": "global", "parallel": parallel}

@@ -33,7 +33,9 @@ def test_the_code_runs_on_public_names(code, tmp_path):
     imported = [
         node for node in ast.walk(ast.parse(code)) if isinstance(node, ast.ImportFrom | ast.Import)
     ]
-    modules = {getattr(node, "module", None) or node.names[0].name for node in imported}
+    modules = set()
+    for node in imported:
+        modules.add(getattr(node, "module", None) or node.names[0].name)
     assert "alpa_strategy" in modules
     assert not any(module.startswith("alpa_strategy.") for module in modules)
     result = run(code, tmp_path)

@@ -15,15 +15,19 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.mark.slow
 def test_the_first_picture_is_what_the_planner_prints() -> None:
-    found = re.search(
+    match = re.search(
         r"`alpa (plan [^`]+)`.*?```\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL
     )
-    assert found is not None
-    command, picture = found.groups()
+    assert match is not None
+    command, picture = match.groups()
     done = subprocess.run(
         [sys.executable, "-m", "alpa_strategy", *command.split()],
-        cwd=ROOT, env={**os.environ, "COLUMNS": "96"}, capture_output=True, text=True, timeout=600,
-    )  # fmt: skip
+        cwd=ROOT,
+        env={**os.environ, "COLUMNS": "96"},
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
     assert done.returncode == 0, done.stderr
     lines, printed = picture.splitlines(), (line.rstrip() for line in done.stdout.splitlines())
     shown = [line for line in lines[: lines.index("...")] if line]

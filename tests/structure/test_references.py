@@ -54,7 +54,10 @@ def test_files_that_are_named_exist(page):
         for folder in folders
         for path in (ROOT / folder).rglob("*.*")
     ]
-    missing = {name for name in named if not any(f"/{file}".endswith(f"/{name}") for file in files)}
+    missing = set()
+    for name in named:
+        if not any(f"/{file}".endswith(f"/{name}") for file in files):
+            missing.add(name)
     assert (
         missing - {"prepare.py", "setup.py", "train.py"} == set()
     )  # nanoGPT's, the root's, a user's
