@@ -41,7 +41,7 @@ from alpa_strategy.lightning.job import compiled_by_user
 from alpa_strategy.lightning.master_weights import with_masters
 from alpa_strategy.options import Limits, PlanOptions
 from alpa_strategy.partial_results import PartialResults
-from alpa_strategy.planner.eager_plan import asks_for_written
+from alpa_strategy.planner.eager_plan import eager_option
 from alpa_strategy.recipe import (
     KEYS,
     Recipe,
@@ -283,7 +283,7 @@ def _plan(arguments: argparse.Namespace) -> int:
     recipe = load_recipe(arguments.recipe, overrides)
     options = plan_options(recipe)
     limits = _limits(recipe)
-    eager_option = asks_for_written(options, limits)
+    eager_option = eager_option(options, limits)
     if eager_option is None and limits.replicas:
         eager_option = f"replicas={limits.replicas}"
     if eager_option is not None:

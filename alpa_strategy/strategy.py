@@ -52,7 +52,7 @@ from alpa_strategy.options import (
     Limits,
     PlanOptions,
 )
-from alpa_strategy.planner.eager_plan import asks_for_written, submodule_options
+from alpa_strategy.planner.eager_plan import eager_option, submodule_options
 from alpa_strategy.schedules import Orders, Schedule
 
 if TYPE_CHECKING:
@@ -177,7 +177,7 @@ class AlpaStrategy(ParallelJob):
         # Both raise for options that contradict each other, before any device is known.
         mesh_devices = math.prod(values["logical_mesh"] or (1,))
         num_devices = mesh_devices * (values["replicas"] or 1)
-        asks_for_written(self.options, self.limits)
+        eager_option(self.options, self.limits)
         submodule_options(self.options, self.limits, num_devices)
 
         # Result of `submodule_options` for the job's devices, once these are known.

@@ -35,15 +35,15 @@ MIN_COMMENT_SHARE = 0.03
 
 # How many places may break each rule, all code folders together, while the code is rewritten.
 BUDGETS: dict[str, int] = {
-    "dense": 345,
+    "dense": 41,
     "long-docs-line": 0,
-    "long-file": 15,
-    "long-function": 56,
-    "long-line": 188,
-    "nested-comprehension": 76,
-    "phrase": 347,
-    "ternary-in-comprehension": 161,
-    "tuple-assignment": 197,
+    "long-file": 3,
+    "long-function": 4,
+    "long-line": 8,
+    "nested-comprehension": 4,
+    "phrase": 33,
+    "ternary-in-comprehension": 22,
+    "tuple-assignment": 24,
 }
 
 # Imports inside functions, and why: packages that are slow to import or may be missing, and the
@@ -63,6 +63,7 @@ LAZY_FILES = {
     "cli.py": "each subcommand imports the folders that `import alpa_strategy` leaves out",
     "lightning/batch_rows.py": _FIRST_STEP,
     "lightning/job.py": _FIRST_STEP,
+    "lightning/planning.py": "the planner is imported where a plan is made, not for a stored one",
     "lightning/session.py": _FIRST_STEP,
     "lightning/step_effects.py": _FIRST_STEP,
 }

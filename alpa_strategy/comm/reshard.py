@@ -95,8 +95,9 @@ class Reshard:
 
     @property
     def is_idle(self) -> bool:
-        """Whether values and gradients stay as they are: an axis of one device, say."""
-        return self._cast is None and not (self.forward_steps or self.backward_steps)
+        """Whether values and gradients stay as they are: an axis of one device, for example."""
+        has_steps = bool(self.forward_steps or self.backward_steps)
+        return self._cast is None and not has_steps
 
     def __call__(self, tensor: Tensor, coming: Pending | None = None) -> Tensor:
         """Return the local tensor under `dst.value` for the one under `src.value`.

@@ -35,7 +35,7 @@ from alpa_strategy.lightning.job import Job, compiled_as_written, device_limit
 from alpa_strategy.lightning.planning import check_optimizer
 from alpa_strategy.lightning.sharded_run import RunInputs, ShardedRun
 from alpa_strategy.options import SELECTIVE
-from alpa_strategy.planner.eager_plan import against_written, asks_for_written, plan_eager
+from alpa_strategy.planner.eager_plan import captured_only_option, eager_option, plan_eager
 from alpa_strategy.planner.optimizer_info import inspect_optimizer, wants_sparse_gradients
 from alpa_strategy.runtime.activation_checkpoint import (
     ActivationBudget,
@@ -60,7 +60,7 @@ def why_written(
         job: the job.
         resumes_written: whether the resumed training had eager steps.
     """
-    option = asks_for_written(job.options, job.limits)
+    option = eager_option(job.options, job.limits)
     if option is not None:
         return CaptureError(option)
     if job.limits.capture == "submodules":
@@ -109,7 +109,7 @@ def check_may_run_as_written(why: CaptureError, job: Job) -> None:
         CaptureError: `why`, with the option that requires a captured step.
     """
     is_eager_option = job.limits.capture == "never" or job.options.batch_scope == "replica"
-    against = against_written(job.options)
+    against = captured_only_option(job.options)
     if against is None and job.plan_file is not None:
         against = "a plan file is given"
     if job.replica is not None:

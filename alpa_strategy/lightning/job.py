@@ -23,7 +23,7 @@ from alpa_strategy.display.progress import Progress
 from alpa_strategy.lightning.batch_rows import BatchHooks
 from alpa_strategy.lightning.run_plans import RunPlans
 from alpa_strategy.options import LEAST_BUCKET_BYTES, Limits, PlanOptions
-from alpa_strategy.planner.eager_plan import against_written
+from alpa_strategy.planner.eager_plan import captured_only_option
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ class Job:
     def may_run_eagerly(self) -> bool:
         """Whether a step that cannot be captured may run eagerly."""
         is_open = self.limits.capture == "auto" and self.options.batch_scope == "auto"
-        return is_open and self.plan_file is None and against_written(self.options) is None
+        return is_open and self.plan_file is None and captured_only_option(self.options) is None
 
 
 def options_of_run(

@@ -278,24 +278,13 @@ def find_or_make_plan(
 
         task, pinned = pinned_task(task, running)
 
-    def replan_around(running: Plan) -> Plan:
-        """Plan the task around the running stages, with the op times that were measured before."""
-        from alpa_strategy.planner.replan import replan
-
-        costs = None
-        if cluster.measured:
-            table = OpTable.load(job.folder / "costs" / "ops.json")
-            costs = RooflineCosts(cluster.device, table, job.options.compile)
-        with _partial_results(job) as results:
-            return replan(replace(task, costs=costs, results=results), running)
-
     def plan_on_this_rank() -> Plan:
         if running is not None and running.is_pipelined:
             from alpa_strategy.planner.replan import replan_fingerprint
 
             wanted = replan_fingerprint(task, running)
             plan = _of_resumed_run(wanted, step, job, task)
-            return plan or _stored(wanted, step, job, partial(replan_around, running))
+            return plan or _stored(wanted, step, job, partial(_replanned, task, job, running))
         return _plan_on_rank_zero(replace(task, progress=job.progress), job, pinned, resumed)
 
     def with_current_notes() -> dict[str, Any]:
@@ -306,6 +295,18 @@ def find_or_make_plan(
     if rank_in(job.group) == 0:
         job.plans.add(data)
     return Plan.from_dict(data)
+
+
+def _replanned(task: PlanTask, job: Job, running: Plan) -> Plan:
+    """Plan the task around the running stages, with the op times that were measured before."""
+    from alpa_strategy.planner.replan import replan
+
+    costs = None
+    if task.cluster.measured:
+        table = OpTable.load(job.folder / "costs" / "ops.json")
+        costs = RooflineCosts(task.cluster.device, table, job.options.compile)
+    with _partial_results(job) as results:
+        return replan(replace(task, costs=costs, results=results), running)
 
 
 def _of_resumed_run(wanted: Fingerprint, step: StepGraph, job: Job, task: PlanTask) -> Plan | None:

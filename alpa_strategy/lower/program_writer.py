@@ -462,7 +462,11 @@ class ProgramWriter:
         return self.copies[key]
 
     def _write_resharding(self, value: int, source: DualLayout, target: DualLayout) -> str:
-        """Write the line of a resharding, unless it does nothing; return the variable of its result."""
+        """Write the line of a resharding, unless it does nothing.
+
+        Returns:
+            The variable of its result.
+        """
         meta = self.step.values[value]
         variable = f"v{value}"
         cast = None

@@ -27,7 +27,7 @@ SMALL_FRACTION = 1 / 1000
 NUM_BUCKETS = 5
 
 
-def against_written(options: PlanOptions) -> str | None:
+def captured_only_option(options: PlanOptions) -> str | None:
     """Return the option that only a captured step can meet, as a part of a message; None if there
     is none.
     """
@@ -56,7 +56,7 @@ def _pipeline_only_option(options: PlanOptions) -> str | None:
     return None
 
 
-def asks_for_written(options: PlanOptions, limits: Limits) -> str | None:
+def eager_option(options: PlanOptions, limits: Limits) -> str | None:
     """Return the option that makes steps run eagerly, None if no option does.
 
     Raises:
@@ -69,7 +69,7 @@ def asks_for_written(options: PlanOptions, limits: Limits) -> str | None:
         option = 'batch_scope="replica"'
 
     if option is not None:
-        conflict = against_written(options)
+        conflict = captured_only_option(options)
         if conflict is not None:
             raise OptionError(
                 f"{option} has steps run eagerly, but {conflict}", "leave one of them out"

@@ -73,7 +73,7 @@ def test_no_solved_stage_that_fits_is_below_its_floor(tight, remat):
     num_solved = 0
     for first, last in ((0, 1), (0, 2), (1, 3), (0, job.num_layers)):
         for alive in (1, 4):
-            wish = StageRequest(
+            request = StageRequest(
                 job.cuts[first],
                 job.cuts[last],
                 SUBMESH,
@@ -83,7 +83,7 @@ def test_no_solved_stage_that_fits_is_below_its_floor(tight, remat):
                 cuts=job.cuts[first + 1 : last],
             )
             try:
-                solved = solver.solve(wish)
+                solved = solver.solve(request)
             except DoesNotFitError:
                 continue
             floor = floors.seconds(alive)[first, last, 0]

@@ -198,7 +198,7 @@ def test_a_change_on_one_rank_only_is_an_error(tmp_path: Path) -> None:
     assert done.returncode != 0
     assert "FINISHED" not in done.stdout
     assert (
-        "the ranks differ in the computation of training_step: rank 0: aten.mul.Tensor(Slot(index=0),"
-        " 1.0)" in done.stderr
+        "the ranks differ in the computation of training_step: rank 0: "
+        "aten.mul.Tensor(Slot(index=0), 1.0)" in done.stderr
     )
     assert "rank 1: aten.mul.Tensor(Slot(index=0), 0.5)" in done.stderr
