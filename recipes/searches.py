@@ -32,11 +32,13 @@ from itertools import accumulate, combinations, pairwise, product
 
 import numpy as np
 
-from alpa_strategy.inter_op.candidates import Candidate, EqualMeshes, StageSpace, simulated_seconds
+from alpa_strategy.inter_op.equal_meshes import EqualMeshes
+from alpa_strategy.inter_op.simulation import simulated_seconds
 from alpa_strategy.inter_op.stage_costs import allowed_shapes
 from alpa_strategy.inter_op.stage_dp import StageRange
 from alpa_strategy.inter_op.stage_problem import weighted
 from alpa_strategy.inter_op.stage_solve import StageRequest, StageSolver
+from alpa_strategy.inter_op.stage_space import Candidate, StageSpace
 from alpa_strategy.intra_op.problem import Solution, evaluate
 from alpa_strategy.intra_op.solver.lagrangian import Neighbourhood
 from alpa_strategy.ir.plan import Plan

@@ -77,8 +77,9 @@ def plan_job(
     """
     from alpa_strategy.errors import PlanError
     from alpa_strategy.inter_op.bound import step_bound
-    from alpa_strategy.inter_op.candidates import StageSpace, solve_schedules
+    from alpa_strategy.inter_op.candidates import solve_schedules
     from alpa_strategy.inter_op.stage_costs import stage_costs
+    from alpa_strategy.inter_op.stage_space import StageSpace
     from alpa_strategy.planner.assembly import best_solved, solved_plan
     from alpa_strategy.planner.task import PlanTask
 

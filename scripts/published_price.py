@@ -25,7 +25,7 @@ from alpa_strategy.cluster.spec import ClusterSpec
 from alpa_strategy.cost.flops import is_view, op_base_name
 from alpa_strategy.cost.model import RooflineCosts
 from alpa_strategy.cost.saved_tensors import Saved
-from alpa_strategy.inter_op.candidates import runtime_seconds, simulated_seconds
+from alpa_strategy.inter_op.simulation import runtime_seconds, simulated_seconds
 from alpa_strategy.inter_op.stage_costs import StageCostTask
 from alpa_strategy.inter_op.stage_problem import StageCost, cost_of
 from alpa_strategy.inter_op.stage_solve import StageRequest, StageSolver

@@ -17,10 +17,10 @@ from itertools import combinations
 
 import numpy as np
 
-from alpa_strategy.inter_op.candidates import StageSpace
 from alpa_strategy.inter_op.floors import StageFloors
 from alpa_strategy.inter_op.stage_costs import StageCostTask
 from alpa_strategy.inter_op.stage_dp import StageTables
+from alpa_strategy.inter_op.stage_space import StageSpace
 from alpa_strategy.schedules import (
     BUILT_IN,
     SCHEDULES,

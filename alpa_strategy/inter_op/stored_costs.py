@@ -19,9 +19,9 @@ from alpa_strategy.schedules import SCHEDULES
 from alpa_strategy.sharding.register import registered_rules
 
 if TYPE_CHECKING:
-    from alpa_strategy.inter_op.candidates import Candidate, StageSpace
     from alpa_strategy.inter_op.stage_costs import LayerRangeCosts, StageCostTask
     from alpa_strategy.inter_op.stage_solve import SolvedStage, StageRequest
+    from alpa_strategy.inter_op.stage_space import Candidate, StageSpace
 
 # Arrays [first layer, last + 1, candidate] of a LayerRangeCosts, and those with an entry per layer.
 PER_RUN = ("seconds", "once", "always", "in_flight", "at_update", "shape", "remat")

@@ -133,10 +133,11 @@ class ParameterChangeDetector:
             for name, p in module.named_parameters()
             if id(p) not in left_out
         ]
-        self._owners = [
-            (path, child, tuple(child._parameters), tuple(child._parameters.values()))
-            for path, child in module.named_modules()
-        ]
+        self._owners = []
+        for path, child in module.named_modules():
+            # Modules of TorchScript have no dict here, but something with keys and values.
+            names = tuple(child._parameters.keys())
+            self._owners.append((path, child, names, tuple(child._parameters.values())))
         self._members = [
             (child._modules, tuple(child._modules.values())) for child in module.modules()
         ]
@@ -162,7 +163,7 @@ class ParameterChangeDetector:
             now = child._parameters
             if not now and not names:
                 continue
-            if tuple(now) == names and all(map(is_, now.values(), parameters)):
+            if tuple(now.keys()) == names and all(map(is_, now.values(), parameters)):
                 continue
             # Another order of the same ones is no change.
             ids_before = dict(zip(names, map(id, parameters), strict=True))

@@ -8,14 +8,11 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
 
 from alpa_strategy.errors import DoesNotFitError, PlanError
-from alpa_strategy.inter_op.candidates import (
-    TOLERANCE,
-    Candidate,
-    runtime_seconds,
-    simulated_seconds,
-)
+from alpa_strategy.inter_op.candidates import TOLERANCE
+from alpa_strategy.inter_op.simulation import runtime_seconds, simulated_seconds
 from alpa_strategy.inter_op.stage_costs import StageCostTask
 from alpa_strategy.inter_op.stage_solve import SolvedStage, StageRequest, StageSolver
+from alpa_strategy.inter_op.stage_space import Candidate
 from alpa_strategy.inter_op.subgraph import span_name
 from alpa_strategy.ir.plan import (
     Fingerprint,

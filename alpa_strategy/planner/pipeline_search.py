@@ -15,13 +15,7 @@ import numpy as np
 
 from alpa_strategy.errors import DoesNotFitError, PlanError
 from alpa_strategy.inter_op.bound import step_bound
-from alpa_strategy.inter_op.candidates import (
-    EVERY_SIZE,
-    Candidate,
-    StageSpace,
-    check_places,
-    solve_schedules,
-)
+from alpa_strategy.inter_op.candidates import EVERY_SIZE, check_places, solve_schedules
 from alpa_strategy.inter_op.pins import check_pins, layers_of, submeshes
 from alpa_strategy.inter_op.stage_costs import (
     LayerRangeCosts,
@@ -29,6 +23,7 @@ from alpa_strategy.inter_op.stage_costs import (
     out_of_memory,
     stage_costs,
 )
+from alpa_strategy.inter_op.stage_space import Candidate, StageSpace
 from alpa_strategy.inter_op.stored_costs import (
     candidate_fields,
     candidates_key,

@@ -108,7 +108,7 @@ def test_files_that_are_mixed_up_are_refused(good, tmp_path, loader):
     content = first.read_bytes()
     first.write_bytes(second.read_bytes())
     second.write_bytes(content)
-    with pytest.raises(CheckpointError, match="what was written"):
+    with pytest.raises(CheckpointError, match="were written there"):
         LOADERS[loader](path)
 
 

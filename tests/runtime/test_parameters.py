@@ -441,5 +441,5 @@ def test_gradients_of_subsets_and_other_values():
 
 def test_a_plan_that_lacks_a_parameter_is_refused():
     net = make_net()
-    with pytest.raises(PlanError, match="nothing of parameter"):
+    with pytest.raises(PlanError, match="no entry for parameter unused"):
         store_on(build_mesh((1,)), net, inputs_of(net), {})

@@ -1,0 +1,280 @@
+"""The stages that a job's pipelines may have, and the candidates that are made of them."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import combinations, pairwise, product
+
+import numpy as np
+
+from alpa_strategy.inter_op.boundaries import boundary_tables
+from alpa_strategy.inter_op.pins import stage_cuts, stage_fits
+from alpa_strategy.inter_op.simulation import runtime_seconds, simulated_seconds
+from alpa_strategy.inter_op.stage_costs import LayerRangeCosts, StageCostTask
+from alpa_strategy.inter_op.stage_dp import StageRange, StageTables
+from alpa_strategy.inter_op.stage_solve import SolvedStage
+from alpa_strategy.schedules import splits_backward
+
+# In pipeline order.
+Stages = tuple[StageRange, ...]
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """Chosen stages, with the job and the schedule that they were chosen for."""
+
+    # Simulated seconds of a step, from the costs of the tables.
+    seconds: float
+    job: StageCostTask
+    schedule: str
+    stages_per_mesh: int
+    stages: Stages
+    # Of each stage.
+    submesh_of: tuple[int, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    remat: tuple[bool, ...]
+    # Of each stage, the (micro-batch, stage) pairs in flight on its mesh.
+    alive: tuple[int, ...]
+    # Of each stage, seconds of a micro-batch's messages to and from the next one.
+    wires: tuple[float, ...]
+    # The stages, if their layouts are known already.
+    solved: tuple[SolvedStage, ...] = ()
+
+
+@dataclass(frozen=True, eq=False)
+class StageSpace:
+    """Runs of layers on submeshes, priced: the stages that pipelines are made of."""
+
+    job: StageCostTask
+    meshes: Sequence[tuple[int, int]]
+    # Of each submesh in `meshes`.
+    runs: Sequence[LayerRangeCosts]
+    # [first layer, last layer + 1, submesh] which stages are allowed; None: all.
+    allowed: np.ndarray | None = None
+
+    @cached_property
+    def sizes(self) -> list[int]:
+        """The number of devices of each submesh."""
+        return [math.prod(mesh) for mesh in self.meshes]
+
+    @property
+    def overhead(self) -> float:
+        """Seconds of a micro-batch in each stage in addition to its ops."""
+        return runtime_seconds(self.job.cluster.device)
+
+    @cached_property
+    def pinned(self) -> list[int]:
+        """The first layer of every stage that `options.stages` names, and the number of layers;
+        empty if stages are solved.
+        """
+        cuts = stage_cuts(self.job.graph, self.job.options.stages)
+        return [self.job.cuts.index(cut) for cut in cuts]
+
+    @cached_property
+    def places(self) -> np.ndarray:
+        """[first layer, last layer + 1, 2] the first device and the number of devices that
+        `options.device_map` pins such a stage to: -1 if nothing is pinned, and 0 devices if its
+        layers are pinned to different ones.
+        """
+        num_layers = self.job.num_layers
+        places = np.full((num_layers, num_layers + 1, 2), -1)
+        for first, last in combinations(range(num_layers + 1), 2):
+            pins = set().union(*self.job.places[first:last])
+            if len(pins) == 1:
+                places[first, last] = pins.pop()
+            elif pins:
+                places[first, last] = (-1, 0)
+        return places
+
+    @cached_property
+    def may_be(self) -> np.ndarray:
+        """[first layer, last layer + 1, submesh] which stages the user's pins allow."""
+        num_pinned_devices = self.places[..., 1, None]
+        allowed = (num_pinned_devices < 0) | (num_pinned_devices == self.sizes)
+        if self.pinned:
+            is_other = np.ones(allowed.shape[:2], dtype=bool)
+            is_other[self.pinned[:-1], self.pinned[1:]] = False
+            allowed[is_other] = False
+        # A schedule that the user pins is one of several stages (`pins.py`).
+        options = self.job.options
+        allowed[0, -1] &= options.schedule is None and options.num_stages in (None, 1)
+        return allowed
+
+    @cached_property
+    def tables(self) -> StageTables:
+        """The runs of all submeshes side by side."""
+        cluster = self.job.cluster
+        num_devices = cluster.num_devices
+        seconds = self._stacked("seconds", np.inf) + self.overhead
+        seconds[~self.may_be] = np.inf
+        if self.allowed is not None:
+            seconds[~self.allowed] = np.inf
+        at_update = self._stacked("at_update", 0.0)
+        seconds[at_update > self.job.memory_limit] = np.inf
+
+        # Stages take devices in order: the next one starts at the device where one ends.
+        starts = None
+        if any(self.job.places):
+            starts = (self.places[..., 0], np.arange(num_devices, -1, -1))
+        joints: list[tuple[int, int] | None] = []
+        for devices_left in range(num_devices + 1):
+            start = num_devices - devices_left
+            joints.append((start, start) if 0 < devices_left < num_devices else None)
+
+        fits = stage_fits(cluster, tuple(self.meshes))
+        indices = range(len(self.meshes))
+        all_pairs = [(a, b) for a, b in product(indices, indices)]
+        boundary, link_at = boundary_tables(self.job, self.meshes, fits, joints, all_pairs)
+        return StageTables(
+            num_devices=np.array(self.sizes),
+            seconds=seconds,
+            once_seconds=self._stacked("once", 0.0),
+            bytes_always=self._stacked("always", 0.0),
+            bytes_in_flight=self._stacked("in_flight", 0.0),
+            boundary=boundary,
+            fits=fits,
+            link_at=link_at,
+            starts=starts,
+            bytes_at_update=at_update,
+        )
+
+    def _stacked(self, name: str, fill_value: float) -> np.ndarray:
+        """Return field `name` of all runs, [first layer, last layer + 1, submesh, candidate].
+
+        Submeshes with fewer candidates are filled up with `fill_value`.
+        """
+        num_candidates = max(runs.seconds.shape[2] for runs in self.runs)
+        padded = []
+        for runs in self.runs:
+            array = getattr(runs, name)
+            padding = ((0, 0), (0, 0), (0, num_candidates - array.shape[2]))
+            padded.append(np.pad(array, padding, constant_values=fill_value))
+        return np.stack(padded, axis=2).astype(float)
+
+    @cached_property
+    def _without_recomputation(self) -> StageTables:
+        seconds = self.tables.seconds.copy()
+        for mesh, runs in enumerate(self.runs):
+            num_candidates = runs.remat.shape[2]
+            seconds[:, :, mesh, :num_candidates][runs.remat] = np.inf
+        return replace(self.tables, seconds=seconds)
+
+    def tables_for(self, schedule: str, num_meshes: int, stages_per_mesh: int) -> StageTables:
+        """Return the tables for a schedule.
+
+        If it splits backwards and stages need not recompute, stages that do are left out.
+        """
+        splits = splits_backward(schedule, num_meshes, self.job.num_microbatches, stages_per_mesh)
+        if splits and not self.job.remat:
+            return self._without_recomputation
+        return self.tables
+
+    def cheapest(
+        self,
+        tables: StageTables,
+        stages: Sequence[tuple[int, int, int]],
+        left: Sequence[int],
+        alive: Sequence[int],
+    ) -> tuple[Stages, list[float]]:
+        """Return the cheapest candidate that fits of each stage, and its seconds in a step: inf if
+        none fits.
+
+        Args:
+            stages: (first layer, last layer + 1, submesh).
+            left: of each stage, the devices (or stages, as `tables` count) from it on.
+            alive: of each stage, the (micro-batch, stage) pairs in flight on its mesh.
+        """
+        chosen: list[StageRange] = []
+        chosen_seconds: list[float] = []
+        for stage, devices_left, pairs in zip(stages, left, alive, strict=True):
+            # [candidate]
+            num_bytes = tables.bytes_always[stage] + pairs * tables.bytes_in_flight[stage]
+            seconds = self.job.num_microbatches * tables.seconds[stage] + tables.once_seconds[stage]
+            fits = (num_bytes <= self.job.memory_limit) & tables.may_begin(*stage, devices_left)
+            fitting_seconds = np.where(fits, seconds, np.inf)
+            chosen.append(StageRange(*stage, int(fitting_seconds.argmin())))
+            chosen_seconds.append(float(fitting_seconds.min()))
+        return tuple(chosen), chosen_seconds
+
+    def candidates(
+        self,
+        tables: StageTables,
+        left: Sequence[int],
+        schedule: str,
+        stages_per_mesh: int,
+        choices: Sequence[Stages],
+        alive: tuple[int, ...],
+    ) -> list[Candidate]:
+        """Return candidates with the simulated seconds of their step.
+
+        Args:
+            left: of each stage, what `tables.link_at` counts by.
+            choices: the stages of each candidate; all have the same number of stages.
+            alive: of each stage, the (micro-batch, stage) pairs in flight on its mesh.
+        """
+        candidates: list[Candidate] = []
+        pipelines: list[list[tuple[float, float, float, float]]] = []
+        for choice in choices:
+            candidate = self._candidate(tables, left, schedule, stages_per_mesh, choice, alive)
+            candidates.append(candidate)
+            pipelines.append(self._stage_seconds(candidate))
+
+        num_meshes = len(alive) // stages_per_mesh
+        step_seconds = simulated_seconds(
+            schedule, num_meshes, self.job.num_microbatches, pipelines, self.overhead
+        )
+        return [
+            replace(candidate, seconds=seconds)
+            for candidate, seconds in zip(candidates, step_seconds, strict=True)
+        ]
+
+    def _candidate(
+        self,
+        tables: StageTables,
+        left: Sequence[int],
+        schedule: str,
+        stages_per_mesh: int,
+        choice: Stages,
+        alive: tuple[int, ...],
+    ) -> Candidate:
+        """Return a candidate whose seconds are not simulated yet."""
+        shapes: list[tuple[int, ...]] = []
+        remat: list[bool] = []
+        for stage in choice:
+            runs = self.runs[stage.submesh]
+            at = stage.first, stage.last, stage.candidate
+            shapes.append(runs.shapes[int(runs.shape[at])])
+            remat.append(bool(runs.remat[at]))
+
+        wires: list[float] = []
+        for index, (stage, following) in enumerate(pairwise(choice), start=1):
+            wire = tables.wire(stage.last, stage.submesh, following.submesh, left[index])
+            wires.append(wire)
+        wires.append(0.0)
+        return Candidate(
+            seconds=0.0,
+            job=self.job,
+            schedule=schedule,
+            stages_per_mesh=stages_per_mesh,
+            stages=choice,
+            submesh_of=tuple(stage.submesh for stage in choice),
+            shapes=tuple(shapes),
+            remat=tuple(remat),
+            alive=alive,
+            wires=tuple(wires),
+        )
+
+    def _stage_seconds(self, candidate: Candidate) -> list[tuple[float, float, float, float]]:
+        """Return what `simulated_seconds` needs of each stage."""
+        stage_seconds = []
+        for index, stage in enumerate(candidate.stages):
+            runs = self.runs[stage.submesh]
+            at = stage.first, stage.last, stage.candidate
+            # A backward takes as long as two forwards; recomputation is one forward more.
+            num_backward = 3 if candidate.remat[index] else 2
+            forward = float(runs.seconds[at]) / (1 + num_backward)
+            once = float(runs.once[at])
+            wire = candidate.wires[index]
+            stage_seconds.append((forward, num_backward * forward, once, wire))
+        return stage_seconds
