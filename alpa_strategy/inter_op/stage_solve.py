@@ -8,10 +8,9 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 
-import numpy as np
-
 from alpa_strategy.errors import DoesNotFitError, PlanError
 from alpa_strategy.inter_op.stage_costs import StageCostTask, own_pins, structure
+from alpa_strategy.inter_op.stage_fit import FittedStage, StageFit
 from alpa_strategy.inter_op.stage_problem import (
     RematSpans,
     StageCost,
@@ -28,7 +27,7 @@ from alpa_strategy.intra_op import memory_choices
 from alpa_strategy.intra_op.build import IntraOp, OptionTables, build
 from alpa_strategy.intra_op.decode import busy_seconds, bytes_ahead, decode, working_bytes
 from alpa_strategy.intra_op.memory_choices import with_host_price, with_recompute
-from alpa_strategy.intra_op.problem import Problem, Solution, evaluate
+from alpa_strategy.intra_op.problem import Problem, Solution
 from alpa_strategy.intra_op.restrict import least_of_equals, restrict
 from alpa_strategy.intra_op.solver.solve import PROVED, NoCheaperSolution, propagate
 from alpa_strategy.intra_op.solver.stored import solve_stored
@@ -37,20 +36,10 @@ from alpa_strategy.options import PROPAGATION, PlanOptions
 from alpa_strategy.partial_results import Key
 from alpa_strategy.units import format_bytes
 
-# Equal layers make many equal choices of what to keep: proving the last of the gap takes minutes.
-BY_TENSOR_SECONDS, BY_TENSOR_GAP = 2.0, 1e-3
-OFFLOADING_SIZE = 16  # devices up to which offload is solved: with 64, planning took a sixth longer
-HOST_PRICES = 8  # of host memory that are tried, each twice the one before
-LARGE = 0.9  # of the largest span's graph: spans that count for the memory limit
-# Relative gap at which the layouts of a pipeline's stage are good enough: the stages themselves are
-# chosen within 1e-3 of their optimum. So it is for one stage on a large mesh, which seldom is the
-# plan.
-STAGE_GAP = 3e-4
-LARGE_MESH = 128
-# Of the bytes that a stage does not need for what is kept, the share that temporary memory gets
-# where its usual need does not fit. The rest leaves the solver a choice.
-HEADROOM_FOR_TEMPORARIES = 0.75
-ATTEMPTS = 6
+# Devices up to which offloading is solved: with 64, planning took a sixth longer.
+OFFLOADING_SIZE = 16
+# Prices of host memory that are tried, each twice the one before.
+HOST_PRICES = 8
 
 
 @dataclass(frozen=True)
@@ -77,15 +66,6 @@ class StageRequest:
             0,
             *(cut - self.first for cut in self.cuts if self.remat and self.first < cut < self.last),
         )
-
-
-@dataclass(frozen=True)
-class _Solved:
-    """`starts` of the spans, the solution with them, its short-lived bytes."""
-
-    starts: tuple[int, ...]
-    solution: Solution
-    working: float
 
 
 @dataclass(frozen=True)
@@ -150,14 +130,14 @@ class StageSolver:
 
     def __init__(self, job: StageCostTask) -> None:
         self.job = job
-        self._solve_problem = partial(solve_stored, job.results)
+        self.solve_problem = partial(solve_stored, job.results)
         self._again = memory_choices.pinned_again(job.graph, job.options)
         self._on_host = memory_choices.pinned_offload(job.graph, job.options, job.cluster.host)
         self._tables: dict[tuple, OptionTables] = {}
         self._whole: dict[tuple[int, ...], IntraOp] = {}  # of a whole batch, by logical shape
         self._free: dict[tuple, Solution] = {}  # optima without a memory limit
         # Those that fit, by the stage's key and the micro-batches in flight.
-        self._fitting: dict[Hashable, _Solved] = {}
+        self._fitting: dict[Hashable, FittedStage] = {}
 
     def under(self, options: PlanOptions) -> "StageSolver":
         """A solver of the same job under other options; what does not depend on them is shared."""
@@ -270,15 +250,15 @@ class StageSolver:
         """Without a memory limit."""
         if self.job.options.solver == PROPAGATION:
             return propagate(problem)
-        return self._solve_problem(problem, self.job.options.solver_seconds)
+        return self.solve_problem(problem, self.job.options.solver_seconds)
 
     def _pinned(self, intra: IntraOp) -> IntraOp:
-        """With what the user wants to be made again, and in host memory."""
+        """The same with the pinned recomputed results, and the pinned parameters in host memory."""
         intra = memory_choices.with_offload(intra, self._on_host) if self._on_host else intra
         return intra if self._again is None else with_recompute(intra, self._again)
 
     def solve_priced(self, priced: PricedStage, cutoff: float = math.inf) -> SolvedStage:
-        """The cheapest layouts that fit, short-lived memory included.
+        """Return the cheapest layouts that fit, temporary memory included.
 
         Args:
             cutoff: seconds of a plan that will be taken unless this stage's objective is lower.
@@ -320,12 +300,12 @@ class StageSolver:
         """The stage by an assignment of `priced.finest` that was found elsewhere, whether it fits
         or not.
         """
-        working = self._working(priced.finest.intra, solution)
-        return self._solved(priced, _Solved(priced.request.starts, solution, working))
+        working = self.temporary_bytes(priced.finest.intra, solution)
+        return self._solved(priced, FittedStage(priced.request.starts, solution, working))
 
-    def _solved(self, priced: PricedStage, found: _Solved) -> SolvedStage:
+    def _solved(self, priced: PricedStage, found: FittedStage) -> SolvedStage:
         stage = priced.unrestricted(found.starts)
-        cost = cost_of(stage, found.solution.assignment, found.working)
+        cost = cost_of(stage, found.solution.assignment, found.temporary_bytes)
         plan = replace(
             self._plan(stage.intra, found, cost, priced.request),
             recompute_per_microbatch=priced.recompute_per_microbatch,
@@ -336,7 +316,7 @@ class StageSolver:
             plan, cost, gap, solution.seconds, solution.method, solution is priced.free
         )
 
-    def _offloaded(self, priced: PricedStage, cutoff: float) -> tuple[_Solved, PricedStage]:
+    def _offloaded(self, priced: PricedStage, cutoff: float) -> tuple[FittedStage, PricedStage]:
         """The cheapest layouts where parameters may lie in host memory, which gets a price where it
         is too small.
         """
@@ -346,7 +326,7 @@ class StageSolver:
         if self.job.keeps_by_tensor:
             free = free.changed(partial(memory_choices.with_stored_results, host=host))
         offloading = free = replace(
-            free, free=self._solve_problem(free.intra.problem, self.job.options.solver_seconds)
+            free, free=self.solve_problem(free.intra.problem, self.job.options.solver_seconds)
         )
         for attempt in range(HOST_PRICES):
             found = self._solve(offloading, cutoff)
@@ -361,17 +341,17 @@ class StageSolver:
             f"what lies in host memory needs {needed} of a device's share, {share}"
         )
 
-    def _working(self, intra: IntraOp, solution: Solution) -> float:
+    def temporary_bytes(self, intra: IntraOp, solution: Solution) -> float:
         return working_bytes(intra, solution.assignment, self.job.gradients_begin)
 
     def _fits(self, stage: StageProblem, solution: Solution, request: StageRequest) -> bool:
-        cost = cost_of(stage, solution.assignment, self._working(stage.intra, solution))
+        cost = cost_of(stage, solution.assignment, self.temporary_bytes(stage.intra, solution))
         return (
             cost.num_bytes(request.alive / request.stages_per_mesh)
             <= self.job.memory_limit / request.stages_per_mesh
         )
 
-    def _solve_once(self, priced: PricedStage, cutoff: float) -> _Solved:
+    def _solve_once(self, priced: PricedStage, cutoff: float) -> FittedStage:
         """`_solve`, or what it returned for a stage with the same problem and as much in flight."""
         if priced.key is None:
             return self._solve(priced, cutoff)
@@ -381,87 +361,40 @@ class StageSolver:
             self._fitting[key] = self._solve(priced, cutoff)
         return self._fitting[key]
 
-    def _solve(self, priced: PricedStage, cutoff: float) -> _Solved:
-        """The optimum without a memory limit where that fits, in the spans that need least memory;
-        else the cheapest that fits.
-        """
-        job, request, solution = self.job, priced.request, priced.free
-        limit, alive = (
-            job.memory_limit / request.stages_per_mesh,
-            request.alive / request.stages_per_mesh,
-        )
+    def _solve(self, priced: PricedStage, cutoff: float) -> FittedStage:
+        """Return the optimum without a memory limit if it fits, split into the segments that need
+        least memory; otherwise the cheapest solution that fits.
 
-        starts = _least_memory(priced, alive) if len(request.starts) > 1 else request.starts
+        Raises:
+            DoesNotFitError: nothing fits.
+        """
+        job = self.job
+        request = priced.request
+        solution = priced.free
+        limit = job.memory_limit / request.stages_per_mesh
+        alive = request.alive / request.stages_per_mesh
+
+        starts = request.starts
+        if len(starts) > 1:
+            starts = _least_memory(priced, alive)
         stage = priced.problem(starts)
-        working = self._working(priced.finest.intra, solution)
-        cost = cost_of(stage, solution.assignment, working)
-        if cost.num_bytes(alive, request.remat) <= limit:
-            return _Solved(starts, solution, working)
+        temporary_bytes = self.temporary_bytes(priced.finest.intra, solution)
+        cost = cost_of(stage, solution.assignment, temporary_bytes)
+        num_bytes = cost.num_bytes(alive, request.remat)
+        if num_bytes <= limit:
+            return FittedStage(starts, solution, temporary_bytes)
         if job.options.solver == PROPAGATION:
             raise DoesNotFitError(
-                "layouts that are propagated need"
-                f" {format_bytes(cost.num_bytes(alive, request.remat))} of "
-                f"{format_bytes(limit)} on {math.prod(request.submesh)} devices",
+                f"layouts that are propagated need {format_bytes(num_bytes)} of"
+                f" {format_bytes(limit)} on {math.prod(request.submesh)} devices",
                 'pin more parameters to shards, or use solver="ilp", which looks for layouts that'
                 " fit",
             )
-        # The row of the ILP has a mean of those spans that were found to be the largest; what it
-        # leaves out of the largest one's bytes, and what is short-lived, is reserved.
-        free = (
-            solution if job.is_whole_batch else None
-        )  # memory weighs there as in the problem that was priced
-        reserve = 0.0
-        least = math.inf
-        largest_temporary = math.inf
-        large: set[int] = set()
-        for _ in range(ATTEMPTS):
-            most = max(cost.again)
-            large |= {span for span, again in enumerate(cost.again) if again >= LARGE * most}
-            shares = [(span in large) / len(large) for span in range(stage.num_spans)]
-            problem = weighted(
-                stage, job.num_microbatches, alive, request.remat, limit - reserve, shares
-            )
-            problem = _without_the_largest(problem, stage.intra, limit, largest_temporary)
-            if free is not None and not math.isfinite(evaluate(problem, free.assignment)[0]):
-                free = None
-            free = free or self._solve_problem(
-                replace(problem, memory_limit=math.inf), job.options.solver_seconds
-            )
-            seconds, tolerance = job.options.solver_seconds, PROVED
-            if stage.intra.recomputes or stage.intra.stores:
-                seconds, tolerance = min(seconds, BY_TENSOR_SECONDS), BY_TENSOR_GAP
-            elif not job.is_whole_batch or stage.intra.mesh.num_devices > LARGE_MESH:
-                tolerance = STAGE_GAP
-            try:
-                solution = self._solve_problem(
-                    problem, seconds, cutoff=cutoff, unlimited=free, tolerance=tolerance
-                )
-            except DoesNotFitError as error:
-                # What is reserved is what one solution needs; another may need less.
-                headroom = limit - (error.least_bytes or limit)
-                if headroom <= 0 or reserve <= headroom:
-                    raise
-                reserve = largest_temporary = HEADROOM_FOR_TEMPORARIES * headroom
-                continue
-            working = self._working(stage.intra, solution)
-            cost = cost_of(stage, solution.assignment, working)
-            need = cost.num_bytes(alive, request.remat)
-            if need <= limit:
-                return _Solved(starts, solution, working)
-            least = min(least, need)
-            left_out = max(cost.again) - sum(s * a for s, a in zip(shares, cost.again, strict=True))
-            beyond = need - replace(cost, working=0.0, update=0.0).num_bytes(alive, request.remat)
-            reserve = max(reserve, beyond + (left_out if request.remat else 0.0))
-            # The next solution's ops need no more, so that what is reserved is enough for it.
-            largest_temporary = min(largest_temporary, _largest_temporary(stage.intra, solution))
-        needed = format_bytes(least)
-        raise DoesNotFitError(
-            f"a stage on {math.prod(request.submesh)} devices needs {needed} of"
-            f" {format_bytes(limit)}"
-        )
+        fit = StageFit(self, priced, starts, stage, cutoff)
+        return fit.solve(solution, cost)
 
     def _plan(
-        self, intra: IntraOp, found: _Solved, cost: StageCost, request: StageRequest
+        self, intra: IntraOp, found: FittedStage, cost: StageCost, request: StageRequest
     ) -> StagePlan:
         """Per-step totals of a stage: what is per micro-batch times their number."""
         count, assignment = self.job.num_microbatches, found.solution.assignment
@@ -499,56 +432,39 @@ class StageSolver:
 
 
 def _least_memory(priced: PricedStage, alive: float) -> tuple[int, ...]:
-    """Of ever fewer spans with about equal graphs, those that need least memory under the optimum
-    if memory were free.
+    """Return the starts of the segments that need least memory under the optimum without a limit.
 
-    Many spans keep more for every micro-batch in flight, few have larger graphs.
+    Fewer and fewer segments with graphs of about equal size are tried. Many segments save more for
+    every micro-batch in flight, few have larger graphs.
+
+    Args:
+        alive: (micro-batch, stage) pairs in flight on the mesh.
     """
-    starts, assignment = priced.request.starts, priced.free.assignment
+    starts = priced.request.starts
+    assignment = priced.free.assignment
     cost = cost_of(priced.finest, assignment)
-    best, least = starts, cost.num_bytes(alive, True)
+    best = starts
+    least_bytes = cost.num_bytes(alive, True)
     count = len(starts) // 2
     while count:
         fewer = tuple(starts[position] for position in balanced_groups(cost.again, count))
-        need = cost_of(priced.problem(fewer), assignment).num_bytes(alive, True)
-        if need < least:
-            best, least = fewer, need
+        num_bytes = cost_of(priced.problem(fewer), assignment).num_bytes(alive, True)
+        if num_bytes < least_bytes:
+            best = fewer
+            least_bytes = num_bytes
         count //= 2
     return best
 
 
-def _largest_temporary(intra: IntraOp, solution: Solution) -> float:
-    """Bytes of the op that needs most temporary memory, with its gradients."""
-    strategies = solution.assignment[len(intra.parameters) :]
-    of_ops = [float(op.temporary_bytes[k]) for op, k in zip(intra.ops, strategies, strict=False)]
-    return max(of_ops, default=0.0)
-
-
-def _without_the_largest(
-    problem: Problem, intra: IntraOp, limit: float, largest_temporary: float = math.inf
-) -> Problem:
-    """Strategies forbidden whose op, with its gradients, does not fit beside what all choices keep
-    at least, or needs more temporary bytes than `largest_temporary`.
-
-    Raises:
-        DoesNotFitError: all those of an op are.
-    """
-    room = limit - sum(float(x.memory[np.isfinite(x.cost)].min()) for x in problem.choices)
-    choices, offset = list(problem.choices), len(intra.parameters)
-    for place, op in enumerate(intra.ops, start=offset):
-        most_bytes = min(room, max(largest_temporary, float(op.temporary_bytes.min())))
-        cost = np.where(op.temporary_bytes > most_bytes, np.inf, choices[place].cost)
-        if not np.isfinite(cost).any():
-            most = format_bytes(limit - room + float(op.temporary_bytes.min()))
-            raise DoesNotFitError(
-                f"{choices[place].name} needs {most} of {format_bytes(limit)} with all that is kept"
-            )
-        choices[place] = replace(choices[place], cost=cost)
-    return replace(problem, choices=tuple(choices))
-
-
-def _per_step(c: Collective, count: int, remat: bool) -> Collective:
-    times = 1 if c.phase == "step" else count * (2 if remat and c.phase == "forward" else 1)
+def _per_step(collective: Collective, count: int, remat: bool) -> Collective:
+    """Return a collective of a micro-batch as that of a step of `count` micro-batches."""
+    times = 1
+    if collective.phase != "step":
+        is_repeated = remat and collective.phase == "forward"
+        times = 2 * count if is_repeated else count
     return replace(
-        c, count=c.count * times, num_bytes=c.num_bytes * times, seconds=c.seconds * times
+        collective,
+        count=collective.count * times,
+        num_bytes=collective.num_bytes * times,
+        seconds=collective.seconds * times,
     )

@@ -23,7 +23,8 @@ from alpa_strategy.errors import DoesNotFitError, PlanError
 from alpa_strategy.inter_op import candidates
 from alpa_strategy.inter_op.bound import step_bound
 from alpa_strategy.inter_op.stage_costs import LayerRangeCosts
-from alpa_strategy.inter_op.stage_solve import StageSolver, _without_the_largest
+from alpa_strategy.inter_op.stage_fit import _without_the_largest
+from alpa_strategy.inter_op.stage_solve import StageSolver
 from alpa_strategy.inter_op.subgraph import cluster_layers
 from alpa_strategy.ir.optimizer_info import OptimizerInfo
 from alpa_strategy.options import PlanOptions
