@@ -283,12 +283,12 @@ def _plan(arguments: argparse.Namespace) -> int:
     recipe = load_recipe(arguments.recipe, overrides)
     options = plan_options(recipe)
     limits = _limits(recipe)
-    eager_option = eager_option(options, limits)
-    if eager_option is None and limits.replicas:
-        eager_option = f"replicas={limits.replicas}"
-    if eager_option is not None:
+    option = eager_option(options, limits)
+    if option is None and limits.replicas:
+        option = f"replicas={limits.replicas}"
+    if option is not None:
         raise OptionError(
-            f"{eager_option}: there is no plan of all devices",
+            f"{option}: there is no plan of all devices",
             "leave it out; to plan one of several replicas, give a cluster of its devices and"
             " batch_scope=global",
         )

@@ -239,83 +239,122 @@ class _Search:
         return self._fitting[alive, a]
 
     def solve(self, threshold: float) -> StageChoice | None:
-        """The least first term among choices whose bottleneck is at most `threshold`.
+        """Return the stages with the least first term among those whose bottleneck is at most
+        `threshold`; None if there are none.
 
-        F[s][k, d, a]: layers k.. in s stages on d devices, the first of them on submesh a.
+        F[s][k, d, a] is the least first term of layers k to the end in s stages on d devices, the
+        first of them on submesh a.
         """
         if not self.allowed:
             return None
-        L, m, D = self.num_layers, self.num_submeshes, self.num_devices
-        after = np.full((L + 1, D + 1, m), np.inf)  # F[s - 1]
-        came: list[np.ndarray] = []  # per s: [k, d, a] -> l * m + next submesh
-        best = (np.inf, 0, 0)  # (first term, stages, first submesh)
-        # Per submesh and way, [c, first, last]: the first term of stages that stay below the
+        num_layers = self.num_layers
+        num_submeshes = self.num_submeshes
+        num_devices = self.num_devices
+        # F[s - 1]
+        after = np.full((num_layers + 1, num_devices + 1, num_submeshes), np.inf)
+        # Of each s, [k, d, a]: next stage's first layer * num_submeshes + its submesh.
+        origins: list[np.ndarray] = []
+        # (first term, number of stages, first submesh)
+        best = (np.inf, 0, 0)
+        # Of each submesh and option, [c, first, last]: the first term of stages that stay below the
         # threshold.
-        below = [
-            [np.where(way.second_term <= threshold, way.first_term, np.inf) for way in ways]
-            for ways in self.ways
-        ]
+        below: list[list[np.ndarray]] = []
+        for options in self.ways:
+            terms = []
+            for option in options:
+                is_below = option.second_term <= threshold
+                terms.append(np.where(is_below, option.first_term, np.inf))
+            below.append(terms)
+
         for s in range(1, self.max_stages + 1):
-            now = np.full((L + 1, D + 1, m), np.inf)  # F[s]
-            origin = np.zeros((L, D + 1, m), dtype=np.int32)
-            for a in range(m):
-                size = int(self.tables.num_devices[a])
-                if size > D:
+            # F[s]
+            now = np.full((num_layers + 1, num_devices + 1, num_submeshes), np.inf)
+            origin = np.zeros((num_layers, num_devices + 1, num_submeshes), dtype=np.int32)
+            for a in range(num_submeshes):
+                if self.tables.num_devices[a] > num_devices:
                     continue
                 if s == 1:
-                    if self.tables.fits[size, a]:
-                        now[:L, size, a] = self._cheapest(s, a, self.last[a], threshold)[
-                            :, :, L
-                        ].min(axis=0)
-                        now[:L, size, a][self.tables.misplaced((slice(L), L), size)] = np.inf
-                    continue
-                starts = self.tables.fits[size:, a] & np.isfinite(after[:, : D + 1 - size]).any(
-                    axis=(0, 2)
-                )
-                for way, terms in zip(self.ways[a], below[a], strict=True):
-                    left = np.flatnonzero(starts & way.left[: D + 1 - size])
-                    rest = after[:L, left[:, None], way.following]  # [l, d left, next]
-                    live = np.flatnonzero(
-                        np.isfinite(rest).any(axis=(1, 2))
-                    )  # where the next stage may begin
-                    if not live.size:
-                        continue
-                    cost = np.where(self._fits_memory(s, a), terms, np.inf).min(axis=0)
-                    rows = np.flatnonzero(
-                        np.isfinite(cost[:, live]).any(axis=1)
-                    )  # and this one, before it
-                    if not rows.size:
-                        continue
-                    which = rest.argmin(axis=2)  # [l, d left] the next stage's submesh
-                    rest = np.take_along_axis(rest, which[..., None], axis=2)[..., 0]
-                    joined = cost[np.ix_(rows, live)][:, :, None] + rest[live][None]  # [k, l, d]
-                    joined[
-                        self.tables.misplaced((rows[:, None, None], live[:, None]), left + size)
-                    ] = np.inf
-                    cut = joined.argmin(axis=1)
-                    value = np.take_along_axis(joined, cut[:, None, :], axis=1)[:, 0]
-                    target = np.ix_(rows, left + size)
-                    better = value < now[..., a][target]
-                    now[..., a][target] = np.where(better, value, now[..., a][target])
-                    code = (
-                        live[cut] * m
-                        + way.following[which[live[cut], np.arange(len(left))[None, :]]]
-                    )
-                    origin[..., a][target] = np.where(better, code, origin[..., a][target])
-            if (
-                self.sender_share < 1
-            ):  # the round trip of a micro-batch through all stages from here on
-                trips = np.where(np.isfinite(now), now, 0.0) / (
-                    self.terms.warmup * self.in_flight[s - 1]
-                )
+                    self._add_last_stage(now, a, threshold)
+                else:
+                    self._add_stage_before(now, origin, after, s, a, below[a])
+            if self.sender_share < 1:
+                # The round trip of a micro-batch through all stages from here on.
+                finite = np.where(np.isfinite(now), now, 0.0)
+                trips = finite / (self.terms.warmup * self.in_flight[s - 1])
                 now[self.terms.steady * trips > threshold] = np.inf
-            came.append(origin)
+            origins.append(origin)
             after = now
             if s in self.allowed:
-                best = min(best, (float(now[0, D].min()), s, int(now[0, D].argmin())))
+                of_all = now[0, num_devices]
+                best = min(best, (float(of_all.min()), s, int(of_all.argmin())))
         if not np.isfinite(best[0]):
             return None
-        return self._read(came, best[1], best[2], threshold)
+        _, num_stages, first_submesh = best
+        return self._read(origins, num_stages, first_submesh, threshold)
+
+    def _add_last_stage(self, now: np.ndarray, a: int, threshold: float) -> None:
+        """Add to `now` (F[1]) the last stage on submesh `a`."""
+        size = int(self.tables.num_devices[a])
+        if not self.tables.fits[size, a]:
+            return
+        num_layers = self.num_layers
+        # [c, first, last]
+        terms = self._cheapest(1, a, self.last[a], threshold)
+        now[:num_layers, size, a] = terms[:, :, num_layers].min(axis=0)
+        misplaced = self.tables.misplaced((slice(num_layers), num_layers), size)
+        now[:num_layers, size, a][misplaced] = np.inf
+
+    def _add_stage_before(
+        self,
+        now: np.ndarray,
+        origin: np.ndarray,
+        after: np.ndarray,
+        s: int,
+        a: int,
+        terms_of_options: Sequence[np.ndarray],
+    ) -> None:
+        """Add to `now` (F[s]) and `origin` the stages on submesh `a` that are followed by s - 1
+        others, whose F is `after`.
+
+        Args:
+            terms_of_options: of each option of the submesh, first terms [c, first, last].
+        """
+        size = int(self.tables.num_devices[a])
+        num_left = self.num_devices + 1 - size
+        is_reached = np.isfinite(after[:, :num_left]).any(axis=(0, 2))
+        starts = self.tables.fits[size:, a] & is_reached
+        for option, terms in zip(self.ways[a], terms_of_options, strict=True):
+            left = np.flatnonzero(starts & option.left[:num_left])
+            # [first layer of the next stage, devices left, next submesh]
+            rest = after[: self.num_layers, left[:, None], option.following]
+            next_firsts = np.flatnonzero(np.isfinite(rest).any(axis=(1, 2)))
+            if not next_firsts.size:
+                continue
+            # [first, last]
+            cost = np.where(self._fits_memory(s, a), terms, np.inf).min(axis=0)
+            firsts = np.flatnonzero(np.isfinite(cost[:, next_firsts]).any(axis=1))
+            if not firsts.size:
+                continue
+
+            # [next first, devices left]: the best submesh of the next stage, and its F.
+            which = rest.argmin(axis=2)
+            rest = np.take_along_axis(rest, which[..., None], axis=2)[..., 0]
+            # [first, next first, devices left]
+            total = cost[np.ix_(firsts, next_firsts)][:, :, None] + rest[next_firsts][None]
+            layers = firsts[:, None, None], next_firsts[:, None]
+            total[self.tables.misplaced(layers, left + size)] = np.inf
+            # [first, devices left]: the best cut, and its total.
+            cut = total.argmin(axis=1)
+            value = np.take_along_axis(total, cut[:, None, :], axis=1)[:, 0]
+
+            target = np.ix_(firsts, left + size)
+            known = now[..., a][target]
+            is_better = value < known
+            now[..., a][target] = np.where(is_better, value, known)
+            next_first = next_firsts[cut]
+            next_submesh = option.following[which[next_first, np.arange(len(left))[None, :]]]
+            code = next_first * self.num_submeshes + next_submesh
+            origin[..., a][target] = np.where(is_better, code, origin[..., a][target])
 
     def _cheapest(self, s: int, a: int, way: StageOption, threshold: float) -> np.ndarray:
         """[c, first, last]: the first term of candidates on submesh `a` that fit and stay below the
