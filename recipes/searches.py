@@ -282,7 +282,7 @@ def flexflow_like(space: Space, seconds: float, seed: int = 0) -> Trace:
     starts = list(product(ways, allowed_shapes(job.cluster, job.options, space.meshes[whole])))
     for left, (again, shape) in zip(range(len(starts), 0, -1), starts, strict=True):
         began = time.perf_counter()
-        wish = StageRequest(
+        request = StageRequest(
             0,
             len(job.graph.ops),
             space.meshes[whole],
@@ -291,7 +291,7 @@ def flexflow_like(space: Space, seconds: float, seed: int = 0) -> Trace:
             alive=1,
             cuts=tuple(job.cuts[1:-1]),
         )
-        chain = _Chain(space, wish, rng)
+        chain = _Chain(space, request, rng)
         spent = time.perf_counter() - began
         watch.started, watch.end = watch.started + spent, watch.end + spent
         share = (watch.end - time.perf_counter()) / left
@@ -307,18 +307,18 @@ def flexflow_like(space: Space, seconds: float, seed: int = 0) -> Trace:
 class _Chain:
     """Layouts of one stage on one logical mesh, an op changed at a time."""
 
-    def __init__(self, space: Space, wish: StageRequest, rng: random.Random) -> None:
+    def __init__(self, space: Space, request: StageRequest, rng: random.Random) -> None:
         job = self.job = space.job
         self.space = space
         self.rng = rng
         self.solver = StageSolver(job)
-        self.priced = self.solver.price(wish)
-        self.problem = weighted(self.priced.finest, job.num_microbatches, 1, wish.remat)
+        self.priced = self.solver.price(request)
+        self.problem = weighted(self.priced.finest, job.num_microbatches, 1, request.remat)
         self.near, self.limit = Neighbourhood(self.problem), job.memory_limit
         plain = (
             replace(job.options, parallel="data") if job.options.parallel == "auto" else job.options
         )
-        self.at = list(self.solver.under(plain).price(wish).free.assignment)
+        self.at = list(self.solver.under(plain).price(request).free.assignment)
         self.seconds, self.num_bytes = evaluate(self.problem, self.at)
         self.best: tuple[float, list[int]] = (math.inf, self.at)
         intra = self.priced.intra
@@ -363,7 +363,7 @@ class _Chain:
         Temporary memory that does not fit is reserved from then on.
         """
         job = self.job
-        wish = self.priced.wish
+        request = self.priced.request
         _, at = self.best
         if math.isinf(self.best[0]):
             return None
@@ -380,7 +380,7 @@ class _Chain:
         each = stage.plan.forward_seconds, stage.plan.backward_seconds, stage.cost.once, 0.0
         (step,) = simulated_seconds("1F1B", 1, job.num_microbatches, [[each]], overhead)
         all_layers = (StageRange(0, job.num_layers, submesh, 0),)
-        of_stage = (submesh,), (wish.shape,), (wish.remat,), (1,), (0.0,), (stage,)
+        of_stage = (submesh,), (request.shape,), (request.remat,), (1,), (0.0,), (stage,)
         return Candidate(step, job, "1F1B", 1, all_layers, *of_stage)
 
 

@@ -273,10 +273,10 @@ def _solved(case: Case, num_blocks: int) -> _Solved:
         math.inf,
     )
     solver = StageSolver(job)
-    wish = StageRequest(0, len(graph.ops), _mesh(case)[1], shape, remat=False, alive=1)
-    priced = solver.price(wish)
+    request = StageRequest(0, len(graph.ops), _mesh(case)[1], shape, remat=False, alive=1)
+    priced = solver.price(request)
     assignment = priced.free.assignment
-    stage = priced.unrestricted(wish.starts)
+    stage = priced.unrestricted(request.starts)
     cost = cost_of(stage, assignment, working_bytes(stage.intra, assignment))
     hiding = _on(stage.intra, replace(stage.intra.mesh, overlap=case.cluster.overlap))
     cost = _beside_compute(hiding, assignment, cost, case.tp if case.async_tp else 1)

@@ -387,5 +387,5 @@ def test_what_cannot_be_met_is_refused_at_once(options, reason):
 
 @pytest.mark.parametrize("name", ["Changes", "Looks"])
 def test_code_that_means_parts_for_the_whole_is_an_error(pool, tmp_path, name):
-    with pytest.raises(WorkerError, match="of which each rank has a part"):
+    with pytest.raises(WorkerError, match="of which each rank has a"):
         pool.run(2, train, name, str(tmp_path), TENSOR, 2, {})
