@@ -2,7 +2,7 @@
 products price every run.
 
 Named approximation: inside a stage, values pass from layer to layer in `R` or `S<d>` (never as
-summands), and of several values that cross a boundary the largest chooses its layout; the others
+partial values), and of several values that cross a boundary the largest chooses its layout; the others
 follow it dim by dim, and pay where that changes from one boundary to the next. The stages that are
 chosen are solved by the ILP itself.
 """
@@ -46,9 +46,9 @@ MAX_TABLE_ENTRIES = 10_000_000
 MAX_ENTRIES = 200_000_000  # of all tables of one price: about a second
 TOGETHER_ENTRIES = 2_000_000  # of one table at all prices that are solved together
 # The last axis of `parts`: seconds of a micro-batch and once per step; bytes always and per
-# micro-batch in flight, boundary in, boundary out, largest short-lived; where every layer is
+# micro-batch in flight, boundary in, boundary out, largest temporary; where every layer is
 # recomputed alone: the largest layer's graph, and what passes from layer to layer inside the run;
-# of `once` and `always`: what is made of parameters alone, which can be made again for every
+# of `once` and `always`: what is made of parameters alone, which can be recomputed for every
 # micro-batch; temporary bytes of the optimizer's update; where gradients begin with the step, those
 # that the run's backward makes.
 Part = IntEnum(

@@ -256,15 +256,15 @@ def _possible(cluster: ClusterSpec, options: PlanOptions) -> dict[str, list[tupl
 def _stages_and_meshes(
     schedule: str, num_devices: int, sizes: Sequence[int]
 ) -> list[tuple[int, int]]:
-    """(number of stages, number of meshes) of a schedule on meshes of so many devices each
-    (`sizes`).
+    """(number of stages, number of meshes) of a schedule on meshes with `sizes`
+    devices.
     """
     if not SCHEDULES[schedule].has_one_stage_per_mesh:
         ranks = {num_devices // size for size in sizes if num_devices % size == 0}
         return sorted(
             (n * v, n) for n in ranks if n > 1 for v in SCHEDULES[schedule].stages_per_mesh
         )
-    numbers = [1] + [0] * num_devices  # [devices]: bit n tells whether n meshes can have so many
+    numbers = [1] + [0] * num_devices  # [devices]: bit n is set if n meshes can have that number
     for devices in range(1, num_devices + 1):
         for size in sizes:
             if size <= devices:

@@ -147,7 +147,7 @@ class StageCostTask:
 
     @property
     def keeps_by_tensor(self) -> bool:
-        """Whether it is solved for each activation to be kept or made again: compiled programs
+        """Whether it is solved for each activation if it is saved or recomputed: compiled programs
         decide by themselves.
         """
         return self.is_whole_batch and self.options.remat is None and not self.options.compile

@@ -22,7 +22,7 @@ GRID = 1e-3  # relative distance of the round trips' seconds that are tried
 @dataclass(frozen=True)
 class StageTables:
     """What every stage would cost. L layers, m submeshes, c candidates (logical shapes, remat,
-    memory thrift, ...).
+    prices of memory, ...).
     """
 
     num_devices: np.ndarray  # [m] devices of a submesh
@@ -37,10 +37,10 @@ class StageTables:
     # [link, L + 1, m, m] seconds of a micro-batch's transfer, both ways, at the cut before a layer,
     # from a stage on the first submesh to one on the second; charged to the sender
     boundary: np.ndarray
-    # [devices left, m] whether a stage may start where so many devices are left (its own included)
+    # [devices left, m] whether a stage may start with these devices left (its own included)
     fits: np.ndarray
-    # [devices left] which of the links a stage has to the one before it that starts where so many
-    # are left
+    # [devices left] the index of the link between a stage that starts with these devices left and
+    # the stage before it
     link_at: np.ndarray
     # [L, L + 1] the place at which layers [first, last) are pinned to start, -1 where they are not,
     # and [devices left] that at which a stage does; None: nothing is pinned
@@ -50,14 +50,14 @@ class StageTables:
     bytes_at_update: np.ndarray = field(default_factory=lambda: np.zeros((1, 1, 1, 1)))
 
     def may_begin(self, first: int, last: int, submesh: int, left: int) -> bool:
-        """Whether layers [first, last) may be a stage on a submesh where so many devices are
+        """Whether layers [first, last) may be a stage on a submesh with `left` devices
         left.
         """
         return bool(self.fits[left, submesh] and not self.misplaced((first, last), left))
 
     def misplaced(self, layers: Any, left: Any) -> np.ndarray:
-        """Whether layers at (first, last) are pinned to start elsewhere than where so many devices
-        are left.
+        """Whether layers at (first, last) are pinned to start at another device than the one
+        with `left` devices left.
         """
         if self.starts is None:
             return np.array(False)

@@ -3,7 +3,7 @@ micro-batch in flight.
 
 From the same `build` as a single stage. `weighted` puts the parts together again for a number of
 micro-batches,
-of which so many are alive at once, with or without recomputation: the problem that the ILP solves
+of which `alive` are in flight at once, with or without recomputation: the problem that the ILP solves
 for a stage. Where a stage recomputes, it does so span by span (`RematSpans`).
 """
 
@@ -56,7 +56,7 @@ class CostBreakdown:
 
 
 def zero_costs(size: int) -> CostBreakdown:
-    """Of a choice of so many strategies that takes nothing."""
+    """The costs of a choice of `size` strategies that takes nothing."""
     zero = np.zeros(size)
     return CostBreakdown(zero, zero, zero, zero, zero, zero, zero)
 
@@ -73,7 +73,7 @@ class StageProblem:
 
 @dataclass(frozen=True)
 class StageCost:
-    """What an assignment costs; see `CostBreakdown`. `again` per span; `working` are short-lived
+    """What an assignment costs; see `CostBreakdown`. `again` per span; `working` are temporary
     bytes on top, `update` those
     of the optimizer's step, when activations are gone."""
 
@@ -199,7 +199,7 @@ def _transfer_parts(intra: IntraOp, spans: "RematSpans", index: int) -> CostBrea
     memory = again = transfer.memory
     if (
         made_in == PER_STEP
-    ):  # there all the time; what is gathered of it is gathered again for the backward
+    ):  # there all the time; what is gathered of it is re-gathered for the backward
         gathered = gathers(layouts.sources, layouts.targets)
         backward = np.where(gathered & (memory > 0), backward + finite, backward)
         memory = again = np.where(gathered | layouts.equal, 0.0, memory)

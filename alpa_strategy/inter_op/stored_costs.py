@@ -167,7 +167,7 @@ def candidates_key(space: "StageSpace", ceiling: float) -> Key:
 
 
 def has_own_schedules() -> bool:
-    """Whether somebody registered a schedule, whose code no key can stand for."""
+    """Whether a user registered a schedule, whose code no key can stand for."""
     return any(schedule.orders.__module__ != OUR_SCHEDULES for schedule in SCHEDULES.values())
 
 

@@ -296,7 +296,7 @@ def _tied_cuts(
     num_layers: int,
     sizes: tuple[float, float],
 ) -> tuple[int, ...] | None:
-    """Of all ways to take `num_layers` steps over `points`, each of so many FLOPs (least, most),
+    """Of all ways to take `num_layers` steps over `points`, each within `FLOPs` (least, most),
     the least sum of
     bytes, then of squared FLOPs; None: there is none."""
     m = len(points)

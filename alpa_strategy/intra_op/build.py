@@ -106,7 +106,7 @@ class IntraOp:
         ]
 
     def with_costs(self, more: Mapping[int, np.ndarray]) -> "IntraOp":
-        """The same with so many seconds added to what is minimised: choice -> [strategy]."""
+        """The same with seconds added to what is minimised: choice -> [strategy]."""
         choices = list(self.problem.choices)
         for index, seconds in more.items():
             choices[index] = replace(choices[index], cost=choices[index].cost + seconds)
@@ -375,7 +375,7 @@ class _Builder:
             if not asks or is_whole:
                 continue  # whole on every device: each takes its part for nothing
             # Received values are kept as they came until the backward has run, results that their
-            # own op keeps (of a ReLU) as they were made, and others are made again so: using them
+            # own op keeps (of a ReLU) as they were made, and others are recomputed so: using them
             # as they are needs no other copy.
             is_there = value in kept_by_maker or value not in kept
             transfer, layouts = self._transfer(value, asks, saved, is_there, value in casts)
@@ -498,7 +498,7 @@ def _with_resident_parameters(
 def constant_values(step: StepGraph) -> frozenset[int]:
     """Values made of buffers and constants alone: rotary tables, masks, positions.
 
-    They are made whole on every device: tiny work, and nobody has to agree on a layout.
+    They are made whole on every device: tiny work, and no layout has to be agreed on.
     """
     found = {given.value for given in step.constant_inputs}
     for op in step.ops:

@@ -208,7 +208,7 @@ def busy_seconds(intra: IntraOp, assignment: Sequence[int]) -> tuple[float, floa
 
 
 def working_bytes(intra: IntraOp, assignment: Sequence[int], begins: bool = False) -> float:
-    """Short-lived memory on top of what is kept: the largest op with its gradients, gathered
+    """Temporary memory on top of what is saved: the largest op with its gradients, gathered
     parameters beside it.
 
     begins: gradients are made, not added to others: of parameters that earlier ops alone read there
@@ -259,7 +259,7 @@ def _gathered(
 # --- How far ahead of its use a parameter is gathered (ZeRO-3).
 #
 # A gathering that begins when its op is reached holds up the op. One that begins earlier goes on
-# beside other ops, and its parameter is whole for longer. As many bytes are under way as hide what
+# beside other ops, and its parameter is whole for longer. As many bytes are in flight as hide what
 # can be hidden, and as there is room for.
 
 

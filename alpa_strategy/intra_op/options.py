@@ -65,7 +65,7 @@ class OpOptions:
     compute_seconds: np.ndarray
     comm_seconds: np.ndarray
     num_bytes: np.ndarray  # what autograd keeps besides operands: masks, statistics, saved results
-    # short-lived memory: of the forward, operands and results that are not kept; of the backward,
+    # temporary memory: of the forward, operands and results that are not kept; of the backward,
     # gradients of both
     forward_bytes: np.ndarray
     backward_bytes: np.ndarray
@@ -75,7 +75,7 @@ class OpOptions:
 
     @property
     def temporary_bytes(self) -> np.ndarray:
-        """The largest short-lived memory of an option."""
+        """The largest temporary memory of an option."""
         return np.maximum(self.forward_bytes, self.backward_bytes)
 
 
@@ -170,7 +170,7 @@ def parameter_options(
 
     `read`: what the step takes it in, if not its own dtype. `on_host`: what is stored lies in host
     memory.
-    `num_steps`: gradient accumulation; what happens once per optimizer step is shared by so many
+    `num_steps`: gradient accumulation; what happens once per optimizer step is shared by that many
     steps.
     """
     meta, num_segments = given.meta, given.num_segments
@@ -313,7 +313,7 @@ def without_parameters(
     options: OpOptions, metas: Sequence[TensorMeta | None], mesh: LogicalMesh
 ) -> OpOptions:
     """The op where some operands are parameters (their `metas`, None elsewhere): these are no
-    short-lived memory.
+    temporary memory.
 
     A stored parameter counts where it is stored, a gathered one with the largest gathered copy.
     """

@@ -163,8 +163,8 @@ def best_parts(
 
 
 def _gained(making: np.ndarray, meta: TensorMeta, ends: ValueEnds, mesh: LogicalMesh) -> np.ndarray:
-    """[PARTS, source, target] seconds less than one after the other: product and sum in so many
-    parts each.
+    """[PARTS, source, target] seconds less than one after the other: matmul and sum in that many
+    chunks each.
     """
 
     def summing(count: int) -> np.ndarray:
