@@ -10,7 +10,6 @@ from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
 from alpa_strategy.errors import OptionError, check_names
-from alpa_strategy.ir.optimizer_info import OptimizerInfo as OptimizerInfo
 from alpa_strategy.option_values import ILP, read_option
 from alpa_strategy.option_values import PROPAGATION as PROPAGATION
 

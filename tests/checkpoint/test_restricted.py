@@ -79,7 +79,7 @@ def test_no_file_outside_is_read(folder, name):
         }
 
     changed(folder, point_elsewhere)
-    with pytest.raises(CheckpointError, match="no file beside it"):
+    with pytest.raises(CheckpointError, match="no file of its folder"):
         RestrictedReader(folder).read_metadata()
 
 

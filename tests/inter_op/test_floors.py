@@ -19,8 +19,9 @@ from alpa_strategy.inter_op.floors import StageFloors
 from alpa_strategy.inter_op.stage_costs import StageCostTask, run_costs
 from alpa_strategy.inter_op.stage_solve import StageRequest, StageSolver
 from alpa_strategy.inter_op.subgraph import cluster_layers
+from alpa_strategy.ir.optimizer_info import OptimizerInfo
 from alpa_strategy.microbatch.transform import microbatch
-from alpa_strategy.options import OptimizerInfo, PlanOptions
+from alpa_strategy.options import PlanOptions
 
 SUBMESH = (1, 2)
 # Of the exact ILP: layers are priced with fewer layouts at their ends (layer_matrix.py).
