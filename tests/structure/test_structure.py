@@ -150,7 +150,7 @@ def test_the_import_contracts_hold(copied):
         (
             "ir/op.py",
             "import alpa_strategy.sharding",
-            "A room imports only from the rooms below it",
+            "A package imports only from the packages below it",
         ),
         (
             "planner/task.py",
@@ -162,14 +162,18 @@ def test_the_import_contracts_hold(copied):
             "import lightning",
             "Only capture/, lightning/ and strategy.py import Lightning",
         ),
-        ("units.py", "import alpa_strategy.newroom", "A room imports only from the rooms below it"),
+        (
+            "units.py",
+            "import alpa_strategy.newpackage",
+            "A package imports only from the packages below it",
+        ),
     ],
 )
 def test_a_broken_contract_fails(copied, file, line, contract):
     path = copied / "alpa_strategy" / file
     path.write_text(path.read_text() + f"\n{line}\n")
-    if "newroom" in line:
-        (copied / "alpa_strategy" / "newroom.py").write_text("")
+    if "newpackage" in line:
+        (copied / "alpa_strategy" / "newpackage.py").write_text("")
     result = lint(copied)
     assert result.returncode != 0
     broken = " ".join(result.stdout.split()).partition("Broken contracts")[2]
