@@ -108,8 +108,11 @@ class _Costs:
 
 
 def _costs(space: StageSpace) -> _Costs:
-    job, tables, overhead = space.job, space.tables, space.overhead
-    B, overlap = job.num_microbatches, job.cluster.overlap
+    job = space.job
+    tables = space.tables
+    overhead = space.overhead
+    B = job.num_microbatches
+    overlap = job.cluster.overlap
     each = np.stack([r.least_each for r in space.runs], axis=1)  # [layer, submesh]
     work = np.stack([r.least for r in space.runs], axis=1)
     exists = np.isfinite(work)
@@ -335,8 +338,11 @@ def _simulated(costs: _Costs, name: str, v: int, index: int) -> float:
     left = costs.may_be[first, last, index].all(axis=1)
     if not left.any():
         return math.inf
-    inner, first, last = inner[left], first[left], last[left]
-    seconds, work = costs.seconds[first, last, index], costs.work[first, last, index]
+    inner = inner[left]
+    first = first[left]
+    last = last[left]
+    seconds = costs.seconds[first, last, index]
+    work = costs.work[first, last, index]
     wires = costs.wires[inner, index]
     if not costs.job.cluster.is_uniform:
         wires = costs.near[inner, index]

@@ -2,9 +2,9 @@
 products price every run.
 
 Named approximation: inside a stage, values pass from layer to layer in `R` or `S<d>` (never as
-partial values), and of several values that cross a boundary the largest chooses its layout; the others
-follow it dim by dim, and pay where that changes from one boundary to the next. The stages that are
-chosen are solved by the ILP itself.
+partial values), and of several values that cross a boundary the largest chooses its layout; the
+others follow it dim by dim, and pay where that changes from one boundary to the next. The stages
+that are chosen are solved by the ILP itself.
 """
 
 from collections.abc import Sequence
@@ -224,21 +224,31 @@ def follow_leaders(stage: StageProblem, ends: LayerBoundary) -> LayerProblem:
     entering, leaving = count, count + 1
     # A boundary value's own choice -> the leader's, and [leader's layout] which of its own layouts
     # it has then.
-    into = {b.choice: (entering, _followed(intra.step, v, b.layouts, ends.entering, ends.entering_layouts))
-            for v, b in intra.received.items()}  # fmt: skip
-    out = {b.choice: (leaving, _followed(intra.step, v, b.layouts, ends.leaving, ends.leaving_layouts))
-           for v, b in intra.sent.items()}  # fmt: skip
+    into: dict[int, tuple[int, np.ndarray]] = {}
+    for value, boundary in intra.received.items():
+        followed = _followed(
+            intra.step, value, boundary.layouts, ends.entering, ends.entering_layouts
+        )
+        into[boundary.choice] = (entering, followed)
+    out: dict[int, tuple[int, np.ndarray]] = {}
+    for value, boundary in intra.sent.items():
+        followed = _followed(
+            intra.step, value, boundary.layouts, ends.leaving, ends.leaving_layouts
+        )
+        out[boundary.choice] = (leaving, followed)
     transfers = []
     for transfer in intra.problem.transfers:
         producer, source = transfer.producer, np.asarray(transfer.source)
         if producer in into:
             producer, chosen = into[producer]
             source = source[chosen]
-        uses = tuple(
-            Use(out[u.choice][0], np.asarray(u.layout)[out[u.choice][1]]) if u.choice in out else u
-            for u in transfer.uses
-        )
-        transfers.append(replace(transfer, producer=producer, source=source, uses=uses))
+        uses = []
+        for use in transfer.uses:
+            if use.choice in out:
+                leader, followed = out[use.choice]
+                use = Use(leader, np.asarray(use.layout)[followed])
+            uses.append(use)
+        transfers.append(replace(transfer, producer=producer, source=source, uses=tuple(uses)))
     kept_in, kept_out = np.zeros(len(ends.entering_layouts)), np.zeros(len(ends.leaving_layouts))
     choices = list(stage.choices)
     for mapping, kept in ((into, kept_in), (out, kept_out)):

@@ -32,7 +32,9 @@ def check_pins(step: StepGraph, cluster: ClusterSpec, options: PlanOptions) -> N
     """
     check_placements(step, cluster, options)
     stage_cuts(step, options.stages)
-    wanted, schedule, count = options.num_stages, options.schedule, options.num_microbatches
+    wanted = options.num_stages
+    schedule = options.schedule
+    count = options.num_microbatches
     if wanted == 1:
         return
     most = sum(1 for op in step.ops if op.operands)
@@ -147,8 +149,11 @@ def pinned_places(step: StepGraph, cluster: ClusterSpec, options: PlanOptions) -
         PlanError: the devices are no mesh that a stage can have.
     """
     names = {name: name for parameter in step.parameters for name in parameter.names}
-    D, meshes, found = cluster.num_devices, submeshes(cluster), dict[str, Place]()
-    order = {rank: place for place, rank in enumerate(cluster.ranks_of(0, D) or range(D))}
+    D = cluster.num_devices
+    meshes = submeshes(cluster)
+    found: dict[str, Place] = {}
+    ranks_in_order = cluster.ranks_of(0, D) or range(D)
+    order = {rank: place for place, rank in enumerate(ranks_in_order)}
     fits = stage_fits(cluster, meshes)
     for pattern, ranks in options.device_map:
         places = sorted(order.get(rank, D) for rank in ranks)
@@ -284,7 +289,9 @@ def _where(cluster: ClusterSpec, options: PlanOptions) -> str:
 
 
 def _no_such_stages(cluster: ClusterSpec, options: PlanOptions, possible: list[int]) -> PlanError:
-    wanted, schedule, where = options.num_stages, options.schedule, _where(cluster, options)
+    wanted = options.num_stages
+    schedule = options.schedule
+    where = _where(cluster, options)
     asked = (
         f"num_stages={wanted}"
         if wanted is not None
@@ -339,7 +346,9 @@ def submeshes(cluster: ClusterSpec) -> tuple[tuple[int, int], ...]:
     nodes, per_node = cluster.num_nodes, cluster.devices_per_node
     inside = _sizes(per_node, every=nodes == 1 and per_node <= FEW)
     across = _sizes(nodes, every=nodes <= FEW)
-    return (*((1, n) for n in inside), *((k, per_node) for k in across if k > 1))
+    in_a_node = [(1, size) for size in inside]
+    of_nodes = [(num_nodes, per_node) for num_nodes in across if num_nodes > 1]
+    return (*in_a_node, *of_nodes)
 
 
 def stage_fits(cluster: ClusterSpec, candidates: tuple[tuple[int, int], ...]) -> np.ndarray:
@@ -358,4 +367,9 @@ def stage_fits(cluster: ClusterSpec, candidates: tuple[tuple[int, int], ...]) ->
 def _sizes(limit: int, every: bool) -> list[int]:
     if every:
         return list(range(1, limit + 1))
-    return [n for n in range(1, limit + 1) if limit % n == 0 or n & (n - 1) == 0]
+    sizes = []
+    for size in range(1, limit + 1):
+        is_power_of_two = size & (size - 1) == 0
+        if limit % size == 0 or is_power_of_two:
+            sizes.append(size)
+    return sizes

@@ -170,7 +170,8 @@ def stage_costs(
     found = []
     for submesh in candidates:
         # Layouts that are propagated are not chosen for the memory that they spare.
-        prices = () if submesh in unlikely or job.options.solver == PROPAGATION else PRICES
+        has_no_prices = submesh in unlikely or job.options.solver == PROPAGATION
+        prices = () if has_no_prices else PRICES
         key = job.num_microbatches, submesh, prices
         if key not in known:
             known[key] = _stored_run_costs(job, submesh, prices)
@@ -203,7 +204,9 @@ def run_costs(
     columns: list[tuple[np.ndarray, ...]] = []
     floors: list[Floors] = []
     L = job.num_layers
-    least, each, layers = np.full(L, np.inf), np.full(L, np.inf), np.arange(L)
+    least = np.full(L, np.inf)
+    each = np.full(L, np.inf)
+    layers = np.arange(L)
     for index, shape in enumerate(shapes):
         priced = _priced_layers(job, submesh, shape, prices)
         parts = priced.runs()
@@ -267,9 +270,15 @@ def allowed_shapes(
     """Logical shapes of a submesh (None: of all devices) that pins allow, by what they are and by
     how many axes.
     """
-    counts, pinned = axis_counts(options), options.logical_mesh
-    shapes = [s for s in cluster.logical_shapes(submesh) if pinned is None or s == tuple(pinned)]
-    return tuple(s for s in shapes if not counts or counts == {len(s)})
+    counts = axis_counts(options)
+    pinned = options.logical_mesh
+    shapes = []
+    for shape in cluster.logical_shapes(submesh):
+        is_pinned_shape = pinned is None or shape == tuple(pinned)
+        has_pinned_axes = not counts or counts == {len(shape)}
+        if is_pinned_shape and has_pinned_axes:
+            shapes.append(shape)
+    return tuple(shapes)
 
 
 @dataclass(frozen=True)
@@ -327,7 +336,9 @@ def _priced_layers(
     for layer, end in enumerate(ends):
         at_ends = _structure_at(layers[layer], given.numbers[layer], end)
         kinds.append(number.setdefault((given.kinds[layer], at_ends), len(number)))
-    problems, passing, on_host = [], [], pinned_offload(job.graph, job.options, job.cluster.host)
+    problems = []
+    passing = []
+    on_host = pinned_offload(job.graph, job.options, job.cluster.host)
     for first in map(kinds.index, range(len(number))):
         intra = restrict(
             stage_build(layers[first], tables), own_pins(job.options, layers[first]), job.optimizer
@@ -511,9 +522,16 @@ def out_of_memory(job: StageCostTask, meshes: Sequence[tuple[int, int]]) -> str 
         return None
     worst = int(least.argmax())
     name = span_name(job.graph, *job.cuts[worst : worst + 2])
-    text = f"of all layers, {name} needs the most: {format_bytes(least[worst])} a device on its best submesh"
-    beside = ", which fits; with what the schedule keeps for other micro-batches, and with other layers, it does not"
-    return text + beside * bool(least[worst] <= job.memory_limit)
+    text = (
+        f"of all layers, {name} needs the most: {format_bytes(least[worst])} a device on its best"
+        " submesh"
+    )
+    if least[worst] <= job.memory_limit:
+        text += (
+            ", which fits; with what the schedule keeps for other micro-batches, and with other"
+            " layers, it does not"
+        )
+    return text
 
 
 def _ends(job: StageCostTask, layer: int, shape: tuple[int, ...]) -> LayerBoundary:
@@ -568,9 +586,10 @@ def structure(layer: StepGraph, options: PlanOptions) -> tuple:
 def _structure_at(layer: StepGraph, numbers: dict[int, int], ends: LayerBoundary) -> tuple:
     """Equal for equal layers whose boundary values are the same, too."""
     metas = layer.values
-    leading: tuple = tuple(
-        None if v is None else (numbers.get(v), metas[v]) for v in (ends.entering, ends.leaving)
-    )
+    leaders: list[Any] = []
+    for v in (ends.entering, ends.leaving):
+        leaders.append(None if v is None else (numbers.get(v), metas[v]))
+    leading = tuple(leaders)
     # Which of the passing values leads where, and what the others are like.
     passing = tuple((v == ends.entering, v == ends.leaving, metas[v]) for v in ends.passing)
     return leading, ends.entering_layouts, ends.leaving_layouts, passing

@@ -375,7 +375,9 @@ class _Search:
             float
         ] = []  # per stage, seconds of a micro-batch in it and on the way to the next
         for s in range(count, 0, -1):
-            way, last, following = self.last[submesh], self.num_layers, -1
+            way = self.last[submesh]
+            last = self.num_layers
+            following = -1
             if s > 1:
                 last, following = divmod(int(came[s - 1][first, devices, submesh]), m)
                 left = devices - int(t.num_devices[submesh])

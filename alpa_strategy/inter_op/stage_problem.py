@@ -119,8 +119,11 @@ def take_apart(intra: IntraOp, starts: Sequence[int] = (0,)) -> StageProblem:
     Args:
         intra: with a transfer per span of `starts` (`RematSpans.split`).
     """
-    step, problem, spans = intra.step, intra.problem, RematSpans(intra, starts)
-    num_parameters, num_ops = len(intra.parameters), len(intra.ops)
+    step = intra.step
+    problem = intra.problem
+    spans = RematSpans(intra, starts)
+    num_parameters = len(intra.parameters)
+    num_ops = len(intra.ops)
     received = {b.choice for b in intra.received.values()}
     sent = {b.choice for b in intra.sent.values()}
     batch = range(num_parameters + num_ops, num_parameters + num_ops + len(step.batch))
@@ -383,7 +386,9 @@ class RematSpans:
 
     def crossing_bytes(self, choice: int) -> np.ndarray:
         """[strategy] of an op: bytes of those of its results that later spans read."""
-        intra, first_op, own = self.intra, len(self.intra.parameters), self.of_choice(choice)
+        intra = self.intra
+        first_op = len(intra.parameters)
+        own = self.of_choice(choice)
         index = choice - first_op
         total = np.zeros(len(intra.ops[index].outputs))
         for position, value in enumerate(intra.step.ops[index].results):

@@ -41,16 +41,25 @@ def slice_stage(step: StepGraph, first: int, last: int) -> StepGraph:
         for name in ("logs", "metrics", "appended", "checks")
     }
     output = _keep(step.output, lambda value: is_home((value,)))
-    updates = {b.update for b in step.buffers if b.update is not None and is_home((b.update,))}
-    loss = step.loss if step.loss >= 0 and is_home((step.loss,)) else -1
+    updates = set()
+    for buffer in step.buffers:
+        if buffer.update is not None and is_home((buffer.update,)):
+            updates.add(buffer.update)
+    has_loss = step.loss >= 0 and is_home((step.loss,))
+    loss = step.loss if has_loss else -1
     read = {value for op in ops for value in op.operands} | updates
     read.update(values_of((output, records)), [loss] if loss >= 0 else [])
     here = {value for op in ops for value in op.results}
     handed_in = set(step.received) | {value for value, op in maker.items() if op < first}
-    buffers = (b for b in step.buffers if b.value in read or b.update in updates)
+    buffers = []
+    for buffer in step.buffers:
+        if buffer.update in updates:
+            buffers.append(buffer)
+        elif buffer.value in read:
+            buffers.append(replace(buffer, update=None))
     return replace(
         step.part(ops, read),
-        buffers=tuple(b if b.update in updates else replace(b, update=None) for b in buffers),
+        buffers=tuple(buffers),
         loss=loss,
         output=output,
         **records,
@@ -67,7 +76,8 @@ def stage_on(step: StepGraph, first: int, last: int, num_devices: int) -> StepGr
     """
     stage = slice_stage(step, first, last)
     even = all(leaf.meta.shape[0] % num_devices == 0 for leaf in stage.batch if leaf.batch_dim == 0)
-    return replace(stage, batch_scope="rank" if even and step.batch_scope == "rank" else "global")
+    is_per_rank = even and step.batch_scope == "rank"
+    return replace(stage, batch_scope="rank" if is_per_rank else "global")
 
 
 def crossing_values(step: StepGraph, position: int) -> tuple[int, ...]:
@@ -178,7 +188,8 @@ def boundary_bytes(step: StepGraph, with_gradients: bool = False) -> np.ndarray:
     for value, op in step.makers.items():
         if last[value] > op:
             meta = step.values[value]
-            num_bytes = meta.num_bytes * (2 if with_gradients and meta.requires_grad else 1)
+            has_gradient = with_gradients and meta.requires_grad
+            num_bytes = meta.num_bytes * (2 if has_gradient else 1)
             change[op + 1] += num_bytes
             change[last[value] + 1] -= num_bytes
     return np.cumsum(change)[: len(step.ops) + 1]
@@ -233,7 +244,8 @@ def default_num_layers(step: StepGraph) -> int:
         work[_block(op.module)] += op_flops(op.call)
     blocks = [block for block in work if block is not None]
     repeated = sum(work[block] for block in blocks) > 0.5 * sum(work.values())
-    count = len(blocks) if repeated and len(blocks) > 1 else PLAIN_LAYERS
+    has_blocks = repeated and len(blocks) > 1
+    count = len(blocks) if has_blocks else PLAIN_LAYERS
     count = -(-count // -(-count // MAX_LAYERS))  # several blocks a layer where there are many
     return max(1, min(count, sum(op_flops(op.call) > 0 for op in step.ops)))
 
@@ -260,8 +272,12 @@ def span_name(step: StepGraph, first: int, last: int) -> str:
             if last == first + 1
             else f"{step.ops[first].name} to {step.ops[last - 1].name}"
         )
-    names = [run[0] if run[0] == run[-1] else f"{run[0]}-{run[-1]}" for run in runs]
-    return ", ".join(names) if len(names) <= MAX_NAMES else f"{runs[0][0]} to {runs[-1][-1]}"
+    if len(runs) > MAX_NAMES:
+        return f"{runs[0][0]} to {runs[-1][-1]}"
+    names = []
+    for run in runs:
+        names.append(run[0] if run[0] == run[-1] else f"{run[0]}-{run[-1]}")
+    return ", ".join(names)
 
 
 def _block(module: str) -> tuple[str, int] | None:

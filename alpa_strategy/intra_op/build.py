@@ -150,7 +150,9 @@ class OptionTables:
     def __init__(
         self, mesh: LogicalMesh, costs: OpCosts, optimizer: OptimizerInfo, steps_per_update: int = 1
     ) -> None:
-        self.mesh, self.costs, self.optimizer = mesh, costs, optimizer
+        self.mesh = mesh
+        self.costs = costs
+        self.optimizer = optimizer
         self.steps_per_update = steps_per_update
         self.whole: DualLayout = (INVARIANT,) * len(mesh.shape)
         self.only_whole = (self.whole,)
@@ -278,7 +280,9 @@ class _Builder:
     """
 
     def __init__(self, step: StepGraph, tables: OptionTables) -> None:
-        self._step, self._tables, self._mesh = step, tables, tables.mesh
+        self._step = step
+        self._tables = tables
+        self._mesh = tables.mesh
         self._whole = tables.whole
         self.constants = constant_values(step)
         self.parameters = tuple(tables.parameter(p, step) for p in step.parameters)

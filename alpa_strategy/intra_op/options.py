@@ -174,7 +174,9 @@ def parameter_options(
     steps.
     """
     meta, num_segments = given.meta, given.num_segments
-    plans, sources, rows = [], [], []
+    plans = []
+    sources = []
+    rows = []
     for modes in product(*(parameter_modes(meta, size, num_segments) for size in mesh.shape)):
         plan = ParameterPlan(modes, num_segments, on_host, optimizer.gradient_itemsize == 4)
         try:
@@ -191,7 +193,9 @@ def parameter_options(
         stored_meta = meta.with_shape(plan.layout.local_shape(meta.shape, mesh.shape, origin))
         source = plan.step_layout(meta.requires_grad)
         whole = local_bytes(meta, source, mesh.shape)
-        kept, gathered, grad = stored_meta.num_bytes, 0, 0
+        kept = stored_meta.num_bytes
+        gathered = 0
+        grad = 0
         cost = update = fetch = back = 0.0
         if meta.requires_grad:
             scale = optimizer.gradient_scale(meta.dtype.itemsize)
@@ -219,11 +223,16 @@ def parameter_options(
                 float(size) / mesh.host.link_bandwidth for size in (stored_meta.num_bytes, grad)
             )
             if not plan.is_fetched:
-                cost, fetch, back = cost + fetch + back, 0.0, 0.0
+                cost += fetch + back
+                fetch = 0.0
+                back = 0.0
         plans.append(plan)
         sources.append(source)
         on_device = gathered if on_host else kept + gathered
-        cost, update, grad = cost / num_steps, update / num_steps, 0 if on_host else grad
+        cost /= num_steps
+        update /= num_steps
+        if on_host:
+            grad = 0
         rows.append((cost, on_device, grad, fetch, back, 0.0, kept if on_host else 0, update))
     return ParameterOptions(
         tuple(plans), tuple(sources), *np.array(rows, dtype=float).reshape(-1, 8).T
@@ -269,7 +278,9 @@ def op_options(call: OpCall, mesh: LogicalMesh, costs: OpCosts) -> OpOptions:
             if is_view(call)
             else sum(m.num_bytes for m, keep in zip(tensors, keeps, strict=True) if not keep)
         )
-        grads = 0 if is_plain_view(call) else sum(m.num_bytes for m in tensors if m.requires_grad)
+        grads = 0
+        if not is_plain_view(call):
+            grads = sum(meta.num_bytes for meta in tensors if meta.requires_grad)
         ring, (first, then) = ring_bytes(call, strategy, local), saved.temporary_bytes
         short = around + ring + first * divided, max(0.0, grads + ring + then * divided)
         rows.append((sum(seconds), sum(each for _, each in inner), kept, *short, forward))

@@ -6,7 +6,8 @@ and the forward the result of the second. Devices have no other work meanwhile b
 themselves (`lower/overlapped_matmul.py`):
 
     backward   the input's gradient first, its sum begins, the weights' gradients beside it
-    forward    rows in a few parts: one is summed while the next is multiplied (`StagePlan.num_chunks`)
+    forward    samples in a few chunks: one is summed while the next is multiplied
+               (`StagePlan.num_chunks`)
 
 What runs beside compute costs no time as far as the cluster's `overlap` says.
 """
@@ -65,7 +66,9 @@ def product_of(call: OpCall) -> Product | None:
     given = bind(call)
     slots = given[rows], given[weight], given.get(bias) if bias else None
     x, w, b = (slot.index if isinstance(slot, Slot) else None for slot in slots)
-    num_dims = [0 if number is None else len(call.operands[number].shape) for number in (x, w, b)]
+    num_dims = []
+    for number in (x, w, b):
+        num_dims.append(0 if number is None else len(call.operands[number].shape))
     num_segments = 1 if call.target is segmented_linear else 0
     is_scaled = any(given.get(name, 1) != 1 for name in ("alpha", "beta"))
     is_other = num_dims[0] < 2 or num_dims[1] != 2 + num_segments or num_dims[2] > 1 + num_segments

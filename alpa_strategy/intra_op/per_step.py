@@ -42,7 +42,10 @@ class PerStep:
         """
         read = {value for op in graph.ops for value in op.operands} | {*graph.escaping, *graph.sent}
         own = {p.name for p in graph.parameters if p.value in read and p.meta.requires_grad}
-        return own.union(*(d.parameters for d in self.derivations if not read.isdisjoint(d.values)))
+        for derivation in self.derivations:
+            if not read.isdisjoint(derivation.values):
+                own.update(derivation.parameters)
+        return own
 
 
 def casts_of_parameters(graph: StepGraph) -> dict[int, int]:

@@ -164,7 +164,9 @@ class Presolved:
         that was dropped.
         """
         places = [np.flatnonzero(kept == k) for kept, k in zip(self.kept, assignment, strict=True)]
-        return [int(place[0]) for place in places] if all(map(len, places)) else None
+        if not all(map(len, places)):
+            return None
+        return [int(place[0]) for place in places]
 
     def restrict(self, live: Sequence[np.ndarray]) -> "Presolved":
         """Keep only the strategies `live[c]` (sorted indices) of every choice."""

@@ -150,7 +150,9 @@ def _graph_order(problem: Problem) -> list[int]:
         consumes.update(use.choice for use in transfer.uses)
         first = min(use.choice for use in transfer.uses)
         first_use[transfer.producer] = min(first, first_use.get(transfer.producer, first))
-    place = {c: c if c in consumes else first_use.get(c, c) for c in range(len(problem.choices))}
+    place: dict[int, int] = {}
+    for choice in range(len(problem.choices)):
+        place[choice] = choice if choice in consumes else first_use.get(choice, choice)
     return sorted(place, key=place.__getitem__)
 
 

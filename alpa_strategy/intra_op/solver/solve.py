@@ -262,7 +262,9 @@ def _excess(priced: PricedProblem, dual: Dual) -> list[np.ndarray] | None:
     """
     planned = priced.network(dual.price)
     base = dual.bound + dual.price * priced.problem.memory_limit
-    return None if planned is None else [marginal - base for marginal in min_marginals(*planned)]
+    if planned is None:
+        return None
+    return [marginal - base for marginal in min_marginals(*planned)]
 
 
 def _by_program(
@@ -307,7 +309,10 @@ def _round(problem: Problem, mass: Mass | None, near: lagrangian.Neighbourhood) 
 def _best(problem: Problem, *candidates: list[int] | None) -> list[int] | None:
     """The cheapest candidate that is finite and fits the limit."""
     measured = [(*evaluate(problem, c), c) for c in candidates if c is not None]
-    fitting = [(s, b, c) for s, b, c in measured if np.isfinite(s) and b <= problem.memory_limit]
+    fitting = []
+    for seconds, num_bytes, candidate in measured:
+        if np.isfinite(seconds) and num_bytes <= problem.memory_limit:
+            fitting.append((seconds, num_bytes, candidate))
     return min(fitting, default=(0.0, 0.0, None))[2]
 
 
