@@ -260,10 +260,12 @@ def _recomputed_share(row: dict[str, Any], program: Program) -> tuple[str, float
     recompute = _recompute(row["activation_checkpointing"])
     if recompute is None:
         raise _NotExpressed(f"recomputation {row['activation_checkpointing']!r} is not known")
-    mfu, hfu = row["mfu_percent"], row["hfu_percent"]
-    if program.recomputes_blocks and recompute == "op" and mfu and hfu:
-        # HFU counts recomputed forwards as well, and a forward is a third of a step.
-        return "layer", min(1.0, 3 * (hfu / mfu - 1))
+    if program.recomputes_blocks and recompute == "op":
+        mfu = row["mfu_percent"]
+        hfu = row["hfu_percent"]
+        if mfu and hfu:
+            # HFU counts recomputed forwards as well, and a forward is a third of a step.
+            return "layer", min(1.0, 3 * (hfu / mfu - 1))
     share = 0.5 if recompute == "layer" else 1.0
     return recompute, share
 
