@@ -41,7 +41,7 @@ BUDGETS: dict[str, int] = {
     "long-function": 2,
     "long-line": 2,
     "nested-comprehension": 4,
-    "phrase": 2,
+    "phrase": 1,
     "ternary-in-comprehension": 12,
     "tuple-assignment": 2,
 }

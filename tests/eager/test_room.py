@@ -116,7 +116,7 @@ def train(root: str, strategy: str, options: dict[str, Any]) -> dict[str, Any]:
         "weights": {name: p.detach().clone() for name, p in module.named_parameters()},
         "buffers": {name: b.clone() for name, b in module.named_buffers()},
         "bytes": kept.num_bytes,
-        "said": [line for line in said if "run again" in line],
+        "said": [line for line in said if "are recomputed in it" in line],
         "peak": 0 if strategy == "ddp" else trainer.strategy.plan.predicted.peak_bytes,
     }
 
