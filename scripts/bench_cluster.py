@@ -37,6 +37,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from bench_jobs import check_steps
 from cluster_cases import CASES, Case
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from rich.console import Console
@@ -242,11 +243,7 @@ def read_arguments() -> argparse.Namespace:
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--out", help=argparse.SUPPRESS)
     args = parser.parse_args()
-    if args.steps < args.warmup + 2:
-        parser.error(
-            f"--steps {args.steps} leaves none to time: give at least {args.warmup + 2}, --warmup"
-            " and two"
-        )
+    check_steps(parser, args)
     return args
 
 

@@ -28,8 +28,8 @@ from pathlib import Path
 import lightning.pytorch as pl
 import torch
 import torch.nn.functional as F
+from bench_jobs import check_steps, torchrun, user_threads
 from bench_jobs import run_job as run_process
-from bench_jobs import torchrun, user_threads
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -201,11 +201,8 @@ def main() -> int:
     parser.add_argument("--out", help=argparse.SUPPRESS)
     parser.add_argument("--folder", help=argparse.SUPPRESS)
     args = parser.parse_args()
-    if not args.worker and args.steps < args.warmup + 2:
-        parser.error(
-            f"--steps {args.steps} leaves none to time: give at least {args.warmup + 2}, --warmup"
-            " and two"
-        )
+    if not args.worker:
+        check_steps(parser, args)
     if args.worker:
         worker(args, *args.worker)
         return 0

@@ -22,7 +22,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from bench_jobs import run_job, torchrun, user_threads
+from bench_jobs import check_steps, run_job, torchrun, user_threads
 from lightning.pytorch.strategies import ModelParallelStrategy
 from rich.console import Console
 from rich.table import Table
@@ -211,11 +211,7 @@ def read_arguments() -> argparse.Namespace:
     parser.add_argument("--require", action="store_true")
     parser.add_argument("--out", help=argparse.SUPPRESS)
     args = parser.parse_args()
-    if args.steps < args.warmup + 2:
-        parser.error(
-            f"--steps {args.steps} leaves none to time: give at least {args.warmup + 2}, --warmup"
-            " and two"
-        )
+    check_steps(parser, args)
     return args
 
 

@@ -1,7 +1,10 @@
-"""Starts the processes of a benchmark, and ends the benchmark with their output when one fails."""
+"""Starts the processes of a benchmark, and ends the benchmark with their output when one fails; the
+check of arguments that benchmarks of steps share.
+"""
 
 from __future__ import annotations
 
+import argparse
 import os
 import subprocess
 import sys
@@ -57,3 +60,12 @@ def run_job(
 def output_tail(job: subprocess.CompletedProcess[str]) -> str:
     """Return the end of what a job printed."""
     return f"{job.stdout[-STDOUT_TAIL:]}\n{job.stderr[-STDERR_TAIL:]}"
+
+
+def check_steps(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    """End the program with an error unless `--steps` leaves two steps after `--warmup`."""
+    if args.steps < args.warmup + 2:
+        parser.error(
+            f"--steps {args.steps} leaves none to time: give at least {args.warmup + 2}, --warmup"
+            " and two"
+        )

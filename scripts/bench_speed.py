@@ -21,8 +21,8 @@ import time
 from itertools import pairwise
 from pathlib import Path
 
+from bench_jobs import check_steps, torchrun, user_threads
 from bench_jobs import run_job as run_process
-from bench_jobs import torchrun, user_threads
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -148,11 +148,7 @@ def read_arguments() -> argparse.Namespace:
     parser.add_argument("--out", help=argparse.SUPPRESS)
     parser.add_argument("--plan-dir", help=argparse.SUPPRESS)
     args = parser.parse_args()
-    if args.steps < args.warmup + 2:
-        parser.error(
-            f"--steps {args.steps} leaves none to time: give at least {args.warmup + 2}, --warmup"
-            " and two"
-        )
+    check_steps(parser, args)
     return args
 
 

@@ -15,7 +15,7 @@ import numpy as np
 from alpa_strategy.errors import PlanError
 from alpa_strategy.inter_op.equal_meshes import EqualMeshes, in_units
 from alpa_strategy.inter_op.stage_costs import StageCostTask, free_runs
-from alpa_strategy.inter_op.stage_dp import StageTables, solve_stages
+from alpa_strategy.inter_op.stage_dp import StageChoice, solve_stages
 from alpa_strategy.inter_op.stage_space import Candidate, Stages, StageSpace
 from alpa_strategy.inter_op.subgraph import span_name
 from alpa_strategy.schedules import SCHEDULES, in_flight, terms, why_not
@@ -209,7 +209,18 @@ def _any_meshes(
     for max_stages, counts in lengths:
         alive = in_flight(schedule, max_stages, job.num_microbatches)[::-1]
         num_units = num_devices // unit
-        for choice in _choices(tables, job, schedule, max_stages, counts, num_units, known):
+        latency = terms(schedule, max_stages, job.num_microbatches)
+        solve = partial(
+            solve_stages,
+            tables,
+            num_units,
+            latency,
+            alive,
+            job.memory_limit,
+            counts,
+            tolerance=TOLERANCE,
+        )
+        for choice in _choices(solve, known):
             stages = tuple(replace(stage, submesh=int(kept[stage.submesh])) for stage in choice)
             alive_of_stages = tuple(alive[len(stages) - i - 1] for i in range(len(stages)))
             devices = [int(sizes[stage.submesh]) for stage in stages]
@@ -218,35 +229,17 @@ def _any_meshes(
 
 
 def _choices(
-    tables: StageTables,
-    job: StageCostTask,
-    schedule: str,
-    max_stages: int,
-    counts: Sequence[int] | None,
-    num_units: int,
-    known: Callable[[], float],
+    solve: Callable[..., StageChoice | None], known: Callable[[], float]
 ) -> Iterable[Stages]:
     """Yield the different stages that the DP finds for all `SENDER_SHARES`.
 
     Args:
-        counts: numbers of stages to decide between; None: all up to `max_stages`.
-        num_units: devices, as `tables` count them.
+        solve: `solve_stages` with all arguments but the share and the known seconds.
+        known: seconds of the best candidate so far.
     """
-    alive = in_flight(schedule, max_stages, job.num_microbatches)[::-1]
-    latency = terms(schedule, max_stages, job.num_microbatches)
     seen: set[Stages] = set()
     for share in SENDER_SHARES:
-        choice = solve_stages(
-            tables,
-            num_units,
-            latency,
-            alive,
-            job.memory_limit,
-            counts,
-            tolerance=TOLERANCE,
-            known=known(),
-            sender_share=share,
-        )
+        choice = solve(known=known(), sender_share=share)
         if choice is not None and choice.stages not in seen:
             seen.add(choice.stages)
             yield choice.stages

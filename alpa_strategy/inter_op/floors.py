@@ -8,7 +8,6 @@ prices layers for the stage DP (layer_matrix.py): a sum of layers is below what 
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -17,9 +16,10 @@ from alpa_strategy.inter_op.layer_matrix import (
     MAX_ENTRIES,
     MAX_TABLE_ENTRIES,
     LayerProblem,
+    priced_problem,
 )
 from alpa_strategy.inter_op.stage_problem import CostBreakdown
-from alpa_strategy.intra_op.problem import Choice, Problem
+from alpa_strategy.intra_op.problem import Problem
 from alpa_strategy.intra_op.solver.elimination import eliminate, network_of, plan_order
 
 if TYPE_CHECKING:
@@ -109,12 +109,7 @@ def _problem_at(
         costs[index] = costs[index] + of_update * scratch_bytes
 
     tables = [priced(parts) for parts in joined.transfers]
-    choices = [Choice(str(index), cost, cost) for index, cost in enumerate(costs)]
-    transfers = [
-        replace(transfer, cost=table, memory=table)
-        for transfer, table in zip(joined.problem, tables, strict=True)
-    ]
-    return Problem(tuple(choices), tuple(transfers))
+    return priced_problem(joined, costs, tables)
 
 
 def least_working(joined: LayerProblem) -> float:

@@ -146,6 +146,13 @@ def _problem_at(joined: "LayerProblem", prices: Sequence[Price], num_microbatche
     """The layer's problem at all prices: costs have a leading axis for them."""
     choices = _priced(joined.choices, prices, num_microbatches)
     tables = _priced(joined.transfers, prices, num_microbatches)
+    return priced_problem(joined, choices, tables)
+
+
+def priced_problem(
+    joined: "LayerProblem", choices: Sequence[np.ndarray], tables: Sequence[np.ndarray]
+) -> Problem:
+    """The layer's problem with these costs of its choices and transfers, memory included."""
     return Problem(
         tuple(Choice(str(i), cost, cost) for i, cost in enumerate(choices)),
         tuple(replace(t, cost=c, memory=c) for t, c in zip(joined.problem, tables, strict=True)),

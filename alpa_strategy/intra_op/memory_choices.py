@@ -15,7 +15,7 @@ gradient is reduced once per step, and is on the device only meanwhile.
 """
 
 import glob
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import cached_property
@@ -103,7 +103,6 @@ def with_recompute(intra: IntraOp, pinned: Collection[str] | None = None) -> Int
     """
     strategies: dict[int, np.ndarray] = {}
     seconds: dict[int, np.ndarray] = {}
-    first_added: dict[int, int] = {}
     for index, op in enumerate(intra.step.ops):
         if pinned is not None and op.name not in pinned:
             continue
@@ -111,10 +110,10 @@ def with_recompute(intra: IntraOp, pinned: Collection[str] | None = None) -> Int
         if len(recomputable):
             strategies[index] = recomputable
             seconds[index] = intra.ops[index].forward_seconds[recomputable]
-            first_added[index] = len(intra.ops[index].strategies)
 
     added = _AddedStrategies.of(intra, strategies, seconds, _gather_seconds(intra))
-    return replace(added.extended(only=pinned is not None), recomputes=first_added)
+    extended = added.extended(only=pinned is not None)
+    return replace(extended, recomputes=_first_added(intra, strategies))
 
 
 def _gather_seconds(intra: IntraOp) -> dict[int, np.ndarray]:
@@ -168,16 +167,19 @@ def with_stored_results(intra: IntraOp, host: Host) -> IntraOp:
     """
     strategies: dict[int, np.ndarray] = {}
     seconds: dict[int, np.ndarray] = {}
-    first_added: dict[int, int] = {}
     for index in range(len(intra.ops)):
         storable = _storable(intra, index)
         if len(storable):
             strategies[index] = storable
             seconds[index] = 2 / host.link_bandwidth * result_bytes(intra, index)[storable]
-            first_added[index] = len(intra.ops[index].strategies)
 
     added = _AddedStrategies.of(intra, strategies, seconds, {})
-    return replace(added.extended(), stores=first_added)
+    return replace(added.extended(), stores=_first_added(intra, strategies))
+
+
+def _first_added(intra: IntraOp, ops: Iterable[int]) -> dict[int, int]:
+    """Return the position of the first copied strategy of each op: they stand behind its own."""
+    return {index: len(intra.ops[index].strategies) for index in ops}
 
 
 def result_bytes(intra: IntraOp, index: int, position: int = 0) -> np.ndarray:

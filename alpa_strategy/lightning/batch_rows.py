@@ -254,7 +254,8 @@ class BatchHooks:
                 continue
             stores = stored_names(hook)
             # After self, trainer, module.
-            first = 1 if is_transfer or owner is module else 3
+            follows_self_alone = is_transfer or owner is module
+            first = 1 if follows_self_alone else 3
             self.are_tried &= not (is_transfer and stores)
             if is_user_code(hook) and reads_parameters(hook, first, -1):
                 self.stored |= dict.fromkeys(stores, f"{type(owner).__name__}.{name}")

@@ -21,6 +21,7 @@ from alpa_strategy.intra_op.solver.solve import NoCheaperSolution
 from alpa_strategy.ir.plan import ParameterPlan, Plan
 from alpa_strategy.partial_results import Key
 from alpa_strategy.planner.assembly import plan_of
+from alpa_strategy.planner.cost_task import stage_cost_task
 from alpa_strategy.planner.failures import Failures, no_plan_error, timed
 from alpa_strategy.planner.known_host import seconds_with_host
 from alpa_strategy.planner.short_steps import why_data_parallel
@@ -158,19 +159,8 @@ def _or_data_parallel(task: PlanTask, plan: Plan, data_parallel: Plan) -> Plan:
 
 def whole_batch(task: PlanTask) -> StageCostTask:
     """Return what stages of the whole batch on all devices are priced for."""
-    return StageCostTask(
-        graph=task.step,
-        cuts=(0, len(task.step.ops)),
-        num_microbatches=1,
-        cluster=task.cluster,
-        costs=task.op_costs,
-        options=task.options,
-        optimizer=task.optimizer,
-        memory_limit=task.memory_limit,
-        remat=False,
-        is_whole_batch=True,
-        results=task.results,
-    )
+    cuts = (0, len(task.step.ops))
+    return stage_cost_task(task, task.step, cuts, 1, remat=False, is_whole_batch=True)
 
 
 def whole_step_request(

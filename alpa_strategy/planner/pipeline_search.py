@@ -35,6 +35,7 @@ from alpa_strategy.ir.plan import Plan
 from alpa_strategy.microbatch.transform import microbatch
 from alpa_strategy.options import PROPAGATION
 from alpa_strategy.planner.assembly import best_solved, solved_plan
+from alpa_strategy.planner.cost_task import stage_cost_task
 from alpa_strategy.planner.failures import Failures, no_plan_error, timed
 from alpa_strategy.planner.microbatch_search import (
     SearchResult,
@@ -214,19 +215,7 @@ class PipelineSearch:
             if isinstance(remat, tuple):
                 # Names of ops: single results are recomputed, no segments of layers.
                 remat = False
-            job = StageCostTask(
-                graph=graph,
-                cuts=cuts,
-                num_microbatches=count,
-                cluster=task.cluster,
-                costs=task.op_costs,
-                options=task.options,
-                optimizer=task.optimizer,
-                memory_limit=task.memory_limit,
-                remat=remat,
-                places=places,
-                results=task.results,
-            )
+            job = stage_cost_task(task, graph, cuts, count, remat=remat, places=places)
             if any(places):
                 check_places(job, self.meshes)
             return job

@@ -30,6 +30,7 @@ from alpa_strategy.ir.plan import (
 )
 from alpa_strategy.microbatch.transform import MicroStep, microbatch
 from alpa_strategy.planner.assembly import plan_of
+from alpa_strategy.planner.cost_task import stage_cost_task
 from alpa_strategy.planner.task import PlanTask
 from alpa_strategy.schedules import in_flight_by_stage, why_not
 
@@ -112,17 +113,14 @@ def replan(task: PlanTask, running: Plan) -> Plan:
         logical_mesh=None,
         offload=offload_of(running_plans),
     )
-    job = StageCostTask(
-        graph=graph,
-        cuts=stage_cuts(graph, stages),
-        num_microbatches=micro.num_microbatches,
+    job = stage_cost_task(
+        task,
+        graph,
+        stage_cuts(graph, stages),
+        micro.num_microbatches,
         cluster=cluster,
-        costs=task.op_costs,
         options=options,
-        optimizer=task.optimizer,
-        memory_limit=task.memory_limit,
         remat=False,
-        results=task.results,
     )
 
     solver = StageSolver(job)
