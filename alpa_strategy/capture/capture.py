@@ -12,6 +12,7 @@ from lightning.pytorch import LightningModule
 
 from alpa_strategy.capture import rewrites
 from alpa_strategy.capture.convert import convert
+from alpa_strategy.capture.merge_ranks import merge_ranks
 from alpa_strategy.capture.module_state import changed_attributes, initialized
 from alpa_strategy.capture.non_tensor_inputs import register_batch_types
 from alpa_strategy.capture.trace import StepCall, trace_step
@@ -64,10 +65,7 @@ def capture_step(
             " plan`, list the phases of a step (iteration_phases)",
         )
     register_batch_types(batch)
-    rows_factor = world_size if batch_scope == "rank" else 1
-    call = StepCall(
-        module, batch, rows_factor, batch_idx, context or nullcontext, rows, numbers=numbers
-    )
+    call = StepCall(module, batch, 1, batch_idx, context or nullcontext, rows, numbers=numbers)
     trace = trace_step(call)
     # Lists that the step only appends to are known at its end, when the trace has reads of them
     # already. So it is traced once more, with stand-ins for them.
@@ -78,7 +76,8 @@ def capture_step(
     if trace.recording.stored:
         graph = _after_first_call(call, graph, trace.recording.stored)
     segmented = rewrites.segment_fused_linears(graph)
-    return replace(segmented, batch_scope=batch_scope, numbers=numbers)
+    captured = replace(segmented, batch_scope=batch_scope, numbers=numbers)
+    return merge_ranks(captured, world_size) if batch_scope == "rank" else captured
 
 
 def _after_first_call(

@@ -11,7 +11,8 @@ from functools import partial
 
 import torch
 
-from alpa_strategy.ir.op import OpCall, TensorMeta, bind
+from alpa_strategy.ir.op import DerivedTarget, OpCall, TensorMeta, bind
+from alpa_strategy.ir.per_rank import PerRank
 
 
 @dataclass(frozen=True)
@@ -70,11 +71,16 @@ def op_base_name(call: OpCall) -> str:
     target = call.target
     if isinstance(target, torch._ops.OpOverload):
         return target._schema.name.split("::")[1]
+    if isinstance(target, DerivedTarget):
+        return target.name
     return target.__name__
 
 
 def is_view(call: OpCall) -> bool:
     """Whether the forward reads no elements: views, casts to the same dtype, inactive dropout."""
+    if isinstance(call.target, PerRank):
+        # The slices of a single rank are views, those of several are copied into one tensor.
+        return call.target.num_ranks == 1 and is_view(call.target.inner)
     name = op_base_name(call)
     if name in PLAIN_VIEWS or name in PART_VIEWS:
         return True
@@ -98,6 +104,8 @@ def op_flops(call: OpCall) -> float:
     2 per multiply-add of matmuls, convolutions and attention; 0 for views; else 1 per result
     element.
     """
+    if isinstance(call.target, PerRank):
+        return call.target.num_ranks * op_flops(call.target.inner)
     if is_view(call):
         return 0.0
     formula = PRODUCTS.get(op_base_name(call))
@@ -137,6 +145,10 @@ def op_work(call: OpCall) -> tuple[Work, Work]:
 
     No backward if nothing requires grad.
     """
+    if isinstance(call.target, PerRank):
+        forward, backward = op_work(call.target.inner)
+        return _repeated(forward, call.target.num_ranks), _repeated(backward, call.target.num_ranks)
+
     name = op_base_name(call)
     grads = [meta for meta in call.operands if meta.requires_grad]
     if not any(meta.requires_grad for meta in call.results):
@@ -163,6 +175,10 @@ def op_work(call: OpCall) -> tuple[Work, Work]:
     saved_bytes = 0 if reads_no_operand else operand_bytes
     moved = result_bytes + _bytes_of(grads) + saved_bytes + extra_backward * largest
     return forward, Work(flops, moved, 1 + extra_backward)
+
+
+def _repeated(work: Work, times: int) -> Work:
+    return Work(times * work.flops, times * work.num_bytes, times * work.kernels)
 
 
 def _bytes_of(metas: Iterable[TensorMeta]) -> int:

@@ -104,9 +104,34 @@ class BatchInput:
 
     meta: TensorMeta
 
-    # 0: dim 0 has the samples (its global size is world size x the loader's). None: every rank has
-    # the same tensor.
+    # 0: the ranks' tensors follow one another along dim 0 (its global size is world size x the
+    # loader's). None: every rank has the same tensor.
     batch_dim: int | None
+
+    # Whether micro-batches split dim 0. They also may if it has no samples: the walk over the ops
+    # proves that each micro-batch is right (microbatch/states.py).
+    is_split: bool = True
+
+
+@dataclass(frozen=True)
+class OfRanks:
+    """How a value that leaves the step holds the value of every rank.
+
+    A rank's value is its block along `dim`. Of a number per rank it is the rank's item.
+    """
+
+    # Dim along which the ranks' tensors follow one another, in rank order.
+    dim: int
+
+    # Whether each rank has a number: the value has one item per rank.
+    is_number: bool = False
+
+    def of(self, tensor: Tensor, rank: int, num_ranks: int) -> Tensor:
+        """Return the value of `rank`, a copy."""
+        if self.is_number:
+            return tensor.select(self.dim, rank).clone()
+        size = tensor.shape[self.dim] // num_ranks
+        return tensor.narrow(self.dim, rank * size, size).clone()
 
 
 @dataclass(frozen=True)
@@ -365,6 +390,14 @@ class StepGraph:
 
     # Items that the step appends to lists of the module.
     appended: tuple[AppendRecord, ...] = ()
+
+    # (value index, how it holds the ranks' values) of values in records and in the output. All
+    # others are the same on every rank.
+    of_ranks: tuple[tuple[int, OfRanks], ...] = ()
+
+    # Value index of the loss in the output, if each rank has a loss of its own: `loss` is their
+    # mean. -1: it is `loss`.
+    loss_of_ranks: int = -1
 
     @property
     def constant_inputs(self) -> tuple[BufferInput | ConstantInput, ...]:

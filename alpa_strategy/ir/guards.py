@@ -20,6 +20,7 @@ from torch.fx.graph import magic_methods, reflectable_magic_methods
 from torch.utils import _pytree as pytree
 
 from alpa_strategy.ir.op import OpCall
+from alpa_strategy.ir.per_rank import PerRank
 
 # The key of the counters' values (a dict by name) among the buffers of a program.
 COUNTERS = "<counters>"
@@ -179,6 +180,8 @@ for _name in ["add", "sub", "mul", "truediv", "floordiv", "mod", "pow"]:
 
 def is_symbolic(call: OpCall) -> bool:
     """Whether an argument of the call is a SymbolicScalar."""
+    if isinstance(call.target, PerRank):
+        return is_symbolic(call.target.inner)
     return any(
         isinstance(leaf, SymbolicScalar) for leaf in pytree.tree_leaves((call.args, call.kwargs))
     )
@@ -192,6 +195,9 @@ def at_counters(call: OpCall, counters: Mapping[str, Any]) -> OpCall:
     """
     if not is_symbolic(call):
         return call
+    if isinstance(call.target, PerRank):
+        inner = at_counters(call.target.inner, counters)
+        return replace(call, target=call.target.with_inner(inner))
 
     def value(arg: Any) -> Any:
         return arg.made.value(counters) if isinstance(arg, SymbolicScalar) else arg

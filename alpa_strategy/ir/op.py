@@ -131,6 +131,16 @@ class OpCall:
         return replace(self, args=tuple(dilated.values()), kwargs=())
 
 
+class DerivedTarget:
+    """A target that is made of another call; a callable of tensors alone."""
+
+    # Name in plans and programs, the same in every process.
+    name: str
+
+    # Number of tensor arguments.
+    num_operands: int
+
+
 @dataclass(frozen=True)
 class CustomOp:
     """An op that stands for the user's Python code."""
@@ -150,6 +160,8 @@ def target_name(target: Any) -> str:
     """Return a printable name of an op target, the same in every process."""
     if isinstance(target, torch._ops.OpOverload):
         return CUSTOM_OPS[target].shared_name if target in CUSTOM_OPS else str(target)
+    if isinstance(target, DerivedTarget):
+        return target.name
     module_name = target.__module__.rpartition(".")[2]
     return f"{module_name}.{target.__qualname__}"
 
@@ -240,6 +252,9 @@ def _parameters(target: Any) -> tuple[tuple[str, bool, Any, bool], ...]:
             default = argument.default_value if argument.has_default_value() else None
             parameters.append((argument.name, is_tensor, default, argument.kwarg_only))
         return tuple(parameters)
+
+    if isinstance(target, DerivedTarget):
+        return tuple((f"x{index}", True, None, False) for index in range(target.num_operands))
 
     for parameter in inspect.signature(target).parameters.values():
         is_tensor = "Tensor" in str(parameter.annotation)

@@ -20,8 +20,10 @@ from alpa_strategy.capture.ops import grouped_mm
 from alpa_strategy.comm.mesh import AxisComm, MeshComm
 from alpa_strategy.errors import ShardingError
 from alpa_strategy.ir.op import AxisStrategy, LocalCall, OpCall, Slot, bind
+from alpa_strategy.ir.per_rank import PerRank, stacked_over_ranks
 from alpa_strategy.ir.placement import value_layout
 from alpa_strategy.lower.ring_attention import RingAttention
+from alpa_strategy.sharding.per_rank import inner_strategy
 from alpa_strategy.sharding.rule_table import added_operand
 
 LocalOp = Callable[..., Tensor | tuple[Tensor, ...]]
@@ -42,7 +44,25 @@ def build_local_op(
     Returns:
         A function of the local operands in `Slot` order, with the op's results.
     """
+    if isinstance(call.target, PerRank):
+        return _per_rank(call, strategies, local, mesh)
     return _BUILDERS[local.implementation or ""](call, strategies, local, mesh)
+
+
+def _per_rank(
+    call: OpCall, strategies: tuple[AxisStrategy, ...], local: LocalCall, mesh: MeshComm
+) -> LocalOp:
+    """The implementation of a rank's op, for one rank after the other."""
+    target: PerRank = call.target
+    of_rank: PerRank = local.call.target
+    inner_strategies = tuple(inner_strategy(target, strategy) for strategy in strategies)
+    inner_local = replace(local, call=of_rank.inner)
+    run = build_local_op(target.inner, inner_strategies, inner_local, mesh)
+
+    def run_for_all(*operands: Tensor) -> Any:
+        return stacked_over_ranks(run, operands, of_rank.mapped, of_rank.num_ranks)
+
+    return run_for_all
 
 
 def _slices(

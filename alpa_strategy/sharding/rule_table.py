@@ -314,4 +314,9 @@ def rule_of(target: Any) -> Family | None:
     return TABLE.get(name) or TABLE.get(name.rpartition(".")[0])
 
 
+def is_pointwise(target: Any) -> bool:
+    """Whether an op computes each element of its result from the elements at its place."""
+    return rule_of(target) is _pointwise
+
+
 TABLE: dict[str, Family] = {**dict.fromkeys(UNTAGGED_POINTWISE, _pointwise), **FAMILIES, **NOTATION}

@@ -25,9 +25,11 @@ from alpa_strategy.ir.op import (
     bind,
     rebuild,
 )
+from alpa_strategy.ir.per_rank import PerRank, per_rank_call
 from alpa_strategy.ir.placement import INVARIANT, DualLayout, value_layout
 from alpa_strategy.sharding.functions import elementwise_dims, may_draw
 from alpa_strategy.sharding.notation import RuleMatch, repeated_strategy, to_strategies
+from alpa_strategy.sharding.per_rank import per_rank_match
 from alpa_strategy.sharding.rule_families import RESHAPES
 from alpa_strategy.sharding.rule_table import depends_on_rules, rule_of
 from alpa_strategy.units import format_bytes, format_seconds
@@ -40,7 +42,7 @@ _TAGGED = ("aten", "prims", "alpa")
 RING = "ring_attention"
 
 # Ops with an argument `size`, the shape of their result.
-_SIZE_ARGUMENT = frozenset(
+SIZE_ARGUMENT = frozenset(
     (
         "expand",
         "expand_copy",
@@ -166,6 +168,8 @@ def is_random(call: OpCall) -> bool:
     libraries are tagged as random. One with a registered rule must be. Any other runs in full on
     every device, and gets the same random state there, as if it were random.
     """
+    if isinstance(call.target, PerRank):
+        return is_random(call.target.inner)
     if not isinstance(call.target, torch._ops.OpOverload):
         return False
     if call.target in CUSTOM_OPS:
@@ -186,6 +190,8 @@ def _local_call(
     if operands == call.operands and results == call.results:
         # The same object: costs are cached by call.
         return call
+    if isinstance(call.target, PerRank):
+        return _local_per_rank(call, operands, results)
     name = aten_name(call.target)
     # Views become reshapes to the local result's shape: right for any strides, and for dims whose
     # local size is 1. view.dtype changes the elements.
@@ -193,11 +199,25 @@ def _local_call(
         source = next(a for a in bind(call).values() if isinstance(a, Slot))
         return OpCall(aten.reshape.default, (source, results[0].shape), (), operands, results)
     changes: dict[str, Any] = {}
-    if name in _SIZE_ARGUMENT:
+    if name in SIZE_ARGUMENT:
         changes["size"] = results[0].shape
     elif name in _CHANGES:
         changes = _CHANGES[name](call, operands, results)
     return rebuild(call, operands, results, changes)
+
+
+def _local_per_rank(
+    call: OpCall, operands: tuple[TensorMeta, ...], results: tuple[TensorMeta, ...]
+) -> OpCall:
+    """A call that runs once for each rank, on local tensors: of fewer ranks, on shards of each."""
+    target: PerRank = call.target
+    inner_operands = []
+    for meta, is_mapped in zip(operands, target.mapped, strict=True):
+        inner_operands.append(meta.with_shape(meta.shape[1:]) if is_mapped else meta)
+    inner_results = [meta.with_shape(meta.shape[1:]) for meta in results]
+    inner = _local_call(target.inner, tuple(inner_operands), tuple(inner_results))
+    num_ranks = results[0].shape[0]
+    return per_rank_call(inner, target.mapped, num_ranks)
 
 
 # (call, local operands, local results) -> arguments to change
@@ -310,6 +330,9 @@ def _match(call: OpCall, axis_size: int) -> RuleMatch | None:
     """The result of the op's rule for a call; None if it has no rule, or the rule does not fit."""
     if not call.results:
         return None
+    if isinstance(call.target, PerRank):
+        inner_match = _match(call.target.inner, axis_size)
+        return per_rank_match(call.target, inner_match)
     rule = rule_of(call.target)
     if rule is None:
         return elementwise_dims(call, axis_size) if call.target in CUSTOM_OPS else None

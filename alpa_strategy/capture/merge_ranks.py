@@ -1,0 +1,466 @@
+"""One step on the batches of all ranks, which gives what every rank computes on its own batch.
+
+A step is captured on one rank's batch. `merge_ranks` makes it the step of all ranks: DDP's losses,
+gradients and logs, as a graph that can be sharded in any way. It treats the ranks like one more
+axis. Every value is of one of two kinds:
+
+- the same on all ranks: parameters, buffers, constants, and what is made of them;
+- of every rank: the ranks' tensors follow one another along one dim, in rank order. A number per
+  rank is a vector over ranks.
+
+An op whose sharding rule proves that it treats every sample alike runs once, on the samples of all
+ranks: in the merged call, the shard of one rank is the call that was captured. Any other op runs
+for each rank (`PerRank`). So no value of a rank depends on another rank's samples, and nothing is
+assumed about what a dim means.
+
+The loss is the mean of the ranks' losses. Buffers are updated with those of rank 0, which DDP
+broadcasts.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from alpa_strategy.capture.graph_builder import Builder, infer
+from alpa_strategy.capture.graph_results import Numbering, renumbered_ops
+from alpa_strategy.ir.graph import (
+    AppendRecord,
+    Check,
+    LogRecord,
+    MetricRecord,
+    OfRanks,
+    Op,
+    StepGraph,
+    ValueRef,
+    ancestors,
+    values_of,
+)
+from alpa_strategy.ir.op import AxisStrategy, OpCall, TensorMeta, aten_name, rebuild
+from alpa_strategy.ir.per_rank import per_rank_call
+from alpa_strategy.sharding.rule_families import RESHAPES
+from alpa_strategy.sharding.rule_table import is_pointwise
+from alpa_strategy.sharding.strategies import (
+    SIZE_ARGUMENT,
+    axis_strategies,
+    is_random,
+    localize,
+)
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class Merged:
+    """A value of the merged step."""
+
+    ref: ValueRef
+
+    # Dim along which the ranks' tensors follow one another; None: it is the same on all ranks.
+    dim: int | None = None
+
+    @property
+    def is_same(self) -> bool:
+        """Whether all ranks have the same value."""
+        return self.dim is None
+
+
+def merge_ranks(step: StepGraph, num_ranks: int) -> StepGraph:
+    """Return the step of all ranks, each on its own batch.
+
+    Args:
+        step: captured on the batch of one rank.
+        num_ranks: ranks that load batches, all of the same shapes.
+
+    Returns:
+        A step with `batch_scope="rank"` at the shapes of all batches together. Its `of_ranks` tells
+        which values of the output and of records belong to single ranks.
+    """
+    if num_ranks == 1:
+        return step
+    return _Merger(step, num_ranks).merged()
+
+
+class _Merger:
+    """Writes the merged step op by op."""
+
+    def __init__(self, step: StepGraph, num_ranks: int) -> None:
+        self.step = step
+        self.num_ranks = num_ranks
+        self.builder = Builder()
+
+        # Value of the step -> its value in the merged step.
+        self.state: dict[int, Merged] = {}
+
+        # Value index in the builder -> the same with a leading dim of ranks.
+        self._by_rank: dict[int, ValueRef] = {}
+
+        # (value of the step, dim) -> the value repeated for each rank along the dim.
+        self._repeated: dict[tuple[int, int], ValueRef] = {}
+
+    def merged(self) -> StepGraph:
+        """Return the merged step."""
+        for entry in (*self.step.parameters, *self.step.constant_inputs):
+            self.state[entry.value] = Merged(self.builder.add_value(entry.meta))
+        for leaf in self.step.batch:
+            meta = self._of_all(leaf.meta, 0)
+            self.state[leaf.value] = Merged(self.builder.add_value(meta), 0)
+
+        for op in self.step.ops:
+            self.builder.module = op.module
+            self.builder.source = op.source
+            results = self._op(op)
+            self.state.update(zip(op.results, results, strict=True))
+        return self._finish()
+
+    # Shapes
+
+    def _of_all(self, meta: TensorMeta, dim: int | None) -> TensorMeta:
+        """Return the metadata of a rank's tensor for all ranks, one after the other along `dim`."""
+        if dim is None:
+            return meta
+        if not meta.shape:
+            return meta.with_shape((self.num_ranks,))
+        shape = list(meta.shape)
+        shape[dim] *= self.num_ranks
+        return meta.with_shape(tuple(shape))
+
+    def by_rank(self, value: int) -> ValueRef:
+        """Return a value of every rank with a leading dim of ranks: [ranks, *shape of one]."""
+        state = self.state[value]
+        shape = self.step.values[value].shape
+        assert state.dim is not None
+        if not shape:
+            return state.ref
+        if state.ref.index not in self._by_rank:
+            dim = state.dim
+            unflattened = (*shape[:dim], self.num_ranks, *shape[dim:])
+            ref = self.builder.emit(aten.reshape.default, state.ref, unflattened)
+            if dim > 0:
+                order = (dim, *range(dim), *range(dim + 1, len(unflattened)))
+                ref = self.builder.emit(aten.permute.default, ref, order)
+            self._by_rank[state.ref.index] = ref
+        return self._by_rank[state.ref.index]
+
+    def _flattened(self, ref: ValueRef) -> Merged:
+        """Return a value [ranks, *shape of one] with the ranks along dim 0 of their tensors."""
+        shape = self.builder.meta(ref).shape
+        if len(shape) == 1:
+            return Merged(ref, 0)
+        flat = self.builder.emit(aten.reshape.default, ref, (shape[0] * shape[1], *shape[2:]))
+        self._by_rank[flat.index] = ref
+        return Merged(flat, 0)
+
+    def _repeat(self, value: int, dim: int) -> ValueRef:
+        """Return a value that all ranks have, repeated for each rank along `dim`."""
+        key = (value, dim)
+        if key not in self._repeated:
+            shape = self.step.values[value].shape
+            emit = self.builder.emit
+            ref = emit(aten.unsqueeze.default, self.state[value].ref, dim)
+            ref = emit(aten.expand.default, ref, (*shape[:dim], self.num_ranks, *shape[dim:]))
+            merged_shape = list(shape)
+            merged_shape[dim] *= self.num_ranks
+            self._repeated[key] = emit(aten.reshape.default, ref, tuple(merged_shape))
+        return self._repeated[key]
+
+    # Ops
+
+    def _op(self, op: Op) -> list[Merged]:
+        """Write an op for all ranks, and return its results."""
+        states = [self.state[value] for value in op.operands]
+        draws = is_random(op.call)
+        if all(state.is_same for state in states) and not draws:
+            return [Merged(ref) for ref in self._append(op.call, [s.ref for s in states])]
+
+        for attempt in (self._reshaped, self._proven, self._pointwise):
+            results = attempt(op, states)
+            if results is not None:
+                return results
+        return self._for_each_rank(op, states)
+
+    def _append(self, call: OpCall, operands: Sequence[ValueRef]) -> list[ValueRef]:
+        """Add a call, whose results are known, to the merged step."""
+        builder = self.builder
+        refs = [builder.add_value(meta) for meta in call.results]
+        operand_values = tuple(ref.index for ref in operands)
+        result_values = tuple(ref.index for ref in refs)
+        builder.ops.append(
+            Op("", call, operand_values, result_values, builder.module, builder.source)
+        )
+        return refs
+
+    def _reshaped(self, op: Op, states: list[Merged]) -> list[Merged] | None:
+        """Write a view that may merge or split dims."""
+        call = op.call
+        is_view = aten_name(call.target) in RESHAPES and call.target._overloadname != "dtype"
+        if not is_view or len(states) != 1:
+            return None
+        (state,) = states
+        source = call.operands[0].shape
+        target = call.results[0].shape
+        assert state.dim is not None
+
+        ref = state.ref
+        dim = _dim_after_view(source, target, state.dim) if source else 0
+        if dim is None:
+            ref = self._flattened(self.by_rank(op.operands[0])).ref
+            dim = 0
+        merged = self._of_all(call.results[0], dim)
+        return [Merged(self.builder.emit(aten.reshape.default, ref, merged.shape), dim)]
+
+    def _proven(self, op: Op, states: list[Merged]) -> list[Merged] | None:
+        """Write the op once for all samples, if a sharding rule proves that this is right."""
+        best: tuple[int, _Proof] | None = None
+        for proof in self._proofs(op, states):
+            if best is None or proof.repeated_elements < best[0]:
+                best = proof.repeated_elements, proof
+            if best[0] == 0:
+                break
+        if best is None:
+            return None
+
+        proof = best[1]
+        operands = []
+        for value, state, dim in zip(op.operands, states, proof.operand_dims, strict=True):
+            needs_repeat = state.is_same and dim is not None
+            operands.append(self._repeat(value, dim) if needs_repeat else state.ref)
+        refs = self._append(proof.call, operands)
+        return [Merged(ref, dim) for ref, dim in zip(refs, proof.result_dims, strict=True)]
+
+    def _proofs(self, op: Op, states: list[Merged]) -> "Iterator[_Proof]":
+        """Yield the merged calls whose shard for one rank is the captured call."""
+        call = op.call
+        for strategy in axis_strategies(call, 1):
+            if not self._takes(strategy, states, call):
+                continue
+            operand_dims = tuple(dual.shard_dim for dual in strategy.inputs)
+            result_dims = tuple(dual.shard_dim for dual in strategy.outputs)
+            if not result_dims or None in result_dims:
+                continue
+            merged = self._merged_call(call, operand_dims, result_dims)
+            if merged is None or not self._is_proven(merged, call, strategy):
+                continue
+            repeated = 0
+            for state, dim, meta in zip(states, operand_dims, call.operands, strict=True):
+                if state.is_same and dim is not None:
+                    repeated += meta.num_elements
+            yield _Proof(merged, operand_dims, result_dims, repeated)
+
+    def _takes(self, strategy: AxisStrategy, states: list[Merged], call: OpCall) -> bool:
+        """Whether a strategy takes the operands with the ranks' samples along their dims."""
+        if strategy.implementation is not None:
+            return False
+        for dual, state, meta in zip(strategy.inputs, states, call.operands, strict=True):
+            if not state.is_same and (dual.shard_dim != state.dim or not meta.shape):
+                return False
+        return True
+
+    def _merged_call(
+        self,
+        call: OpCall,
+        operand_dims: tuple[int | None, ...],
+        result_dims: tuple[int | None, ...],
+    ) -> OpCall | None:
+        """Return the call on the samples of all ranks; None if it has other results."""
+        operands = tuple(map(self._of_all, call.operands, operand_dims))
+        results = tuple(map(self._of_all, call.results, result_dims))
+        changes: dict[str, Any] = {}
+        if aten_name(call.target) in SIZE_ARGUMENT:
+            changes["size"] = results[0].shape
+        merged = rebuild(call, operands, results, changes)
+        try:
+            inferred, _ = infer(replace(merged, results=()))
+        # The op may refuse these shapes, in any way: then it runs for each rank.
+        except Exception:
+            return None
+        return merged if inferred.results == results else None
+
+    def _is_proven(self, merged: OpCall, call: OpCall, strategy: AxisStrategy) -> bool:
+        """Whether a rule shards the merged call over the ranks, and a rank's shard is `call`."""
+        shapes = [dual.shard_dim for dual in (*strategy.inputs, *strategy.outputs)]
+        for candidate in axis_strategies(merged, self.num_ranks):
+            duals = (*candidate.inputs, *candidate.outputs)
+            is_alike = [dual.shard_dim for dual in duals] == shapes
+            if is_alike and candidate.implementation is None:
+                local = localize(merged, (candidate,), (self.num_ranks,), (0,)).call
+                return local == _with_explicit_size(call)
+        return False
+
+    def _pointwise(self, op: Op, states: list[Merged]) -> list[Merged] | None:
+        """Write a pointwise op on tensors with a leading dim of ranks.
+
+        It takes numbers per rank, and tensors of the ranks along different dims.
+        """
+        call = op.call
+        if not is_pointwise(call.target) or len(call.results) != 1:
+            return None
+        num_dims = len(call.results[0].shape)
+        operands = []
+        for value, state in zip(op.operands, states, strict=True):
+            if state.is_same:
+                operands.append(state.ref)
+                continue
+            ref = self.by_rank(value)
+            shape = self.step.values[value].shape
+            if len(shape) < num_dims:
+                aligned = (self.num_ranks, *[1] * (num_dims - len(shape)), *shape)
+                ref = self.builder.emit(aten.reshape.default, ref, aligned)
+            operands.append(ref)
+        metas = tuple(map(self.builder.meta, operands))
+        (result,) = call.results
+        expected = result.with_shape((self.num_ranks, *result.shape))
+        merged = replace(call, operands=metas, results=(expected,))
+        try:
+            inferred, _ = infer(replace(merged, results=()))
+        # For example an op that takes a tensor of one number only.
+        except Exception:
+            return None
+        # A number among the operands may promote dtypes otherwise than a vector.
+        if inferred.results != (expected,):
+            return None
+        (ref,) = self._append(merged, operands)
+        return [self._flattened(ref)]
+
+    def _for_each_rank(self, op: Op, states: list[Merged]) -> list[Merged]:
+        """Write an op that runs once for each rank."""
+        operands = []
+        for value, state in zip(op.operands, states, strict=True):
+            operands.append(state.ref if state.is_same else self.by_rank(value))
+        mapped = tuple(not state.is_same for state in states)
+        call = per_rank_call(op.call, mapped, self.num_ranks)
+        return [self._flattened(ref) for ref in self._append(call, operands)]
+
+    # The end
+
+    def _finish(self) -> StepGraph:
+        """Return the graph of the ops that have an effect."""
+        step = self.step
+        builder = self.builder
+        of_ranks: dict[int, OfRanks] = {}
+
+        def record_ref(ref: ValueRef) -> ValueRef:
+            state = self.state[ref.index]
+            if state.dim is not None:
+                is_number = not step.values[ref.index].shape
+                of_ranks[state.ref.index] = OfRanks(state.dim, is_number)
+            return state.ref
+
+        records = {}
+        for name in ("output", "logs", "metrics", "checks", "appended"):
+            records[name] = _map_refs(getattr(step, name), record_ref)
+
+        loss = self.state[step.loss]
+        loss_of_ranks = -1
+        loss_ref = loss.ref
+        if not loss.is_same:
+            loss_of_ranks = loss.ref.index
+            loss_ref = builder.emit(aten.mean.default, loss.ref)
+
+        updates = {}
+        for buffer in step.buffers:
+            if buffer.update is not None:
+                updates[buffer.value] = self._of_first_rank(buffer.update)
+
+        leaving = {loss_ref.index, *(ref.index for ref in updates.values())}
+        leaving.update(values_of(list(records.values())))
+        live_ops = [builder.ops[index] for index in ancestors(builder.ops, leaving)]
+
+        numbering = Numbering(builder.values)
+        groups: dict[str, list[Any]] = {"parameters": [], "buffers": [], "batch": []}
+        groups["constants"] = []
+        for name, entries in groups.items():
+            for entry in getattr(step, name):
+                index = numbering.define(self.state[entry.value].ref.index)
+                entries.append(replace(entry, value=index))
+        ops = renumbered_ops(live_ops, numbering)
+        new = numbering.index
+
+        buffers = []
+        for original, buffer in zip(step.buffers, groups["buffers"], strict=True):
+            update = updates.get(original.value)
+            buffers.append(replace(buffer, update=None if update is None else new[update.index]))
+        batch = []
+        for leaf in groups["batch"]:
+            meta = numbering.values[leaf.value]
+            is_split = bool(leaf.meta.shape) and leaf.meta.shape[0] == step.batch_size
+            batch.append(replace(leaf, meta=meta, batch_dim=0, is_split=is_split))
+
+        def renumbered(ref: ValueRef) -> ValueRef:
+            return ValueRef(new[ref.index])
+
+        return replace(
+            step,
+            values=tuple(numbering.values),
+            parameters=tuple(groups["parameters"]),
+            buffers=tuple(buffers),
+            batch=tuple(batch),
+            constants=tuple(groups["constants"]),
+            ops=tuple(ops),
+            loss=new[loss_ref.index],
+            loss_of_ranks=new.get(loss_of_ranks, -1),
+            batch_size=step.batch_size * self.num_ranks,
+            of_ranks=tuple((new[value], how) for value, how in sorted(of_ranks.items())),
+            **{name: _map_refs(value, renumbered) for name, value in records.items()},
+        )
+
+    def _of_first_rank(self, value: int) -> ValueRef:
+        """Return rank 0's value."""
+        state = self.state[value]
+        if state.is_same:
+            return state.ref
+        return self.builder.emit(aten.select.int, self.by_rank(value), 0, 0)
+
+
+@dataclass(frozen=True)
+class _Proof:
+    """An op on the samples of all ranks, which a sharding rule allows."""
+
+    call: OpCall
+
+    # Per operand and result the dim along which the ranks' tensors follow one another.
+    operand_dims: tuple[int | None, ...]
+    result_dims: tuple[int | None, ...]
+
+    # Elements of operands that are repeated for each rank.
+    repeated_elements: int
+
+
+def _with_explicit_size(call: OpCall) -> OpCall:
+    """Return the call with its result's shape as its argument `size`, which may have -1."""
+    if aten_name(call.target) not in SIZE_ARGUMENT:
+        return call
+    return rebuild(call, call.operands, call.results, {"size": call.results[0].shape})
+
+
+def _map_refs(node: Any, fn: Callable[[ValueRef], ValueRef]) -> Any:
+    """Replace the ValueRefs of an output structure or of records."""
+
+    def mapped(leaf: Any) -> Any:
+        if isinstance(leaf, ValueRef):
+            return fn(leaf)
+        if isinstance(leaf, LogRecord | MetricRecord | AppendRecord | Check):
+            fields = {name: _map_refs(value, fn) for name, value in vars(leaf).items()}
+            return replace(leaf, **fields)
+        return leaf
+
+    return pytree.tree_map(mapped, node)
+
+
+def _dim_after_view(source: tuple[int, ...], target: tuple[int, ...], dim: int) -> int | None:
+    """Return the target's dim that the ranks' blocks along `dim` of the source become, or None.
+
+    The blocks stay one after the other if as many elements are in front of both dims.
+    """
+    before = 1
+    for size in source[:dim]:
+        before *= size
+    front = 1
+    for target_dim, size in enumerate(target):
+        if front == before:
+            return target_dim
+        front *= size
+    # A number per rank, too.
+    return 0 if not target and before == 1 else None
