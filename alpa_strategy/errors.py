@@ -58,10 +58,6 @@ class CaptureError(AlpaError):
     """The training step cannot be captured as a graph."""
 
 
-class NotRowsError(CaptureError):
-    """The ranks' batches cannot be concatenated: a leaf without a batch dim differs."""
-
-
 class RuntimeMismatchError(AlpaError):
     """The run differs from its plan: in batch shapes, optimizer or ranks."""
 

@@ -33,7 +33,6 @@ from alpa_strategy.comm.reshard import stacked
 from alpa_strategy.display.progress import Progress
 from alpa_strategy.errors import AlpaError, check_names
 from alpa_strategy.lightning import checks
-from alpa_strategy.lightning.batch_rows import BatchHooks, watch
 from alpa_strategy.lightning.checkpoint_paths import local_folder
 from alpa_strategy.lightning.checkpointing import Checkpoints
 from alpa_strategy.lightning.deferred_init import is_on_meta, move_real_tensors
@@ -163,7 +162,6 @@ class AlpaStrategy(ParallelJob):
             precision_plugin=precision_plugin,
         )
         self._checkpoints = Checkpoints(checkpoint, async_checkpoint)
-        self._hooks = BatchHooks()
         self._loader_order = LoaderOrder()
         self._session = Session(self._job, self._checkpoints)
 
@@ -295,7 +293,6 @@ class AlpaStrategy(ParallelJob):
             cluster=self._cluster,
             context=train_step_context,
             log_context=getattr(self.precision_plugin, "dtype_context", train_step_context),
-            hooks=self._hooks,
             plans=self._checkpoints.plans,
             progress=Progress(enabled=self._verbose and self.global_rank == 0),
         )
@@ -370,13 +367,6 @@ class AlpaStrategy(ParallelJob):
                 _optimizers_to_device(self.optimizers, self.root_device)
 
     # Training
-
-    @override
-    def on_train_start(self) -> None:
-        is_joint = self.options.rows == "rank" and self.limits.replicas is None
-        may_join = self._module.automatic_optimization or self._submodules is not None
-        if is_joint and may_join and self.limits.capture != "never":
-            self._hooks.watch(self._module)
 
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
@@ -456,7 +446,7 @@ class AlpaStrategy(ParallelJob):
         # The Trainer would seed the workers by rank; ranks of one replica need equal samples.
         if self._share is not None:
             _auto_add_worker_init_fn(dataloader, self._share.index)
-        return self._checkpoints.process_dataloader(watch(dataloader))
+        return self._checkpoints.process_dataloader(dataloader)
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
@@ -586,7 +576,6 @@ class AlpaStrategy(ParallelJob):
         self.stop_watching()
         self._session.close(self.interrupted)
         # In reverse order: the session's wrappers are around the same hooks.
-        self._hooks.close()
         if not self.interrupted:
             self._checkpoints.close(interrupted=False)
         with self._session.deferred_init.recording():

@@ -29,7 +29,6 @@ def capture_step(
     batch_scope: str = "rank",
     batch_idx: int = 0,
     context: Callable[[], AbstractContextManager[Any]] | None = None,
-    rows: tuple[bool, ...] | None = None,
     numbers: tuple[ir.Place, ...] = (),
 ) -> ir.StepGraph:
     """Capture `module.training_step(batch, batch_idx)` as a graph.
@@ -39,17 +38,16 @@ def capture_step(
     Args:
         module: parameters on any device, meta included; with or without a trainer.
         batch: one rank's batch, any pytree of tensors (real, fake or meta) and constants.
-        world_size: number of ranks that load samples.
-        batch_scope: `rank`: the batch dim is `world_size` times larger in the graph; `global`:
-            `batch` is the global batch.
+        world_size: number of ranks that load batches.
+        batch_scope: `rank`: the graph is the step of all ranks, each on its own batch
+            (`merge_ranks`); `global`: `batch` is the global batch, of which one device would
+            compute the step.
         batch_idx: the step's argument; comparisons with it become guards.
         context: the precision plugin's `train_step_context`, so that autocast's casts are captured.
-        rows: for every tensor leaf, whether its dim 0 is the batch dim; None: it is if its size is
-            the most frequent one.
         numbers: attributes and leaves whose numbers change between steps.
 
     Returns:
-        The step at the shapes of the global batch.
+        The step at the shapes of the batches of all ranks together.
 
     Raises:
         CaptureError: the step cannot be captured. The message has the user's line and a solution.
@@ -65,7 +63,7 @@ def capture_step(
             " plan`, list the phases of a step (iteration_phases)",
         )
     register_batch_types(batch)
-    call = StepCall(module, batch, 1, batch_idx, context or nullcontext, rows, numbers=numbers)
+    call = StepCall(module, batch, batch_idx, context or nullcontext, numbers=numbers)
     trace = trace_step(call)
     # Lists that the step only appends to are known at its end, when the trace has reads of them
     # already. So it is traced once more, with stand-ins for them.

@@ -225,8 +225,10 @@ class _Merger:
         proof = best[1]
         operands = []
         for value, state, dim in zip(op.operands, states, proof.operand_dims, strict=True):
-            needs_repeat = state.is_same and dim is not None
-            operands.append(self._repeat(value, dim) if needs_repeat else state.ref)
+            if state.is_same and dim is not None:
+                operands.append(self._repeat(value, dim))
+            else:
+                operands.append(state.ref)
         refs = self._append(proof.call, operands)
         return [Merged(ref, dim) for ref, dim in zip(refs, proof.result_dims, strict=True)]
 

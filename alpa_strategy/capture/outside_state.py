@@ -5,23 +5,20 @@ and objects that its code names.
 import sys
 import types
 from collections.abc import Collection, Iterable, Iterator, Mapping, Set
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 from lightning.pytorch import LightningModule
-from torch import Tensor, nn
+from torch import nn
 
 from alpa_strategy.capture.kept_state import (
     Kept,
     KeptNames,
-    KeptState,
     OfData,
     kept_in,
     restored,
-    state_of,
 )
 from alpa_strategy.capture.python_state import (
-    MAX_ITEMS,
     RECORDS,
     WITH_STATE,
     functions_in,
@@ -198,44 +195,6 @@ def loaders_of(trainer: Any) -> list[Any]:
     if combined is None:
         return []
     return [getattr(loader, "_loader", loader) for loader in combined.flattened]
-
-
-def fields_kept(owner: Any, *functions: Any) -> AbstractContextManager[dict[str, Any]]:
-    """Return a context that undoes changes of an object and of values that functions name.
-
-    These are fields, closures, globals, and containers, generators and small tensors in them.
-
-    Raises:
-        CaptureError: the functions name an iterator, whose state cannot be restored.
-    """
-    seen: set[int] = set()
-    names: set[str] = set()
-    values: list[_Value] = [("", "", getattr(owner, "__dict__", {})), ("", "", type(owner))]
-    for function in user_code.reached_functions(functions):
-        names.update(user_code.code_names(function.__code__))
-        values += _closure_and_defaults(function)
-        for name, value in function.__globals__.items():
-            if name in names:
-                values.append((name, name, value))
-
-    snapshots: list[Kept] = []
-    for place, name, value in values:
-        if _may_change(name, value):
-            snapshots += kept_in(value, place, seen)
-
-    used: list[Any] = []
-    for snapshot in snapshots:
-        if isinstance(snapshot.before, dict):
-            used += [value for name, value in snapshot.before.items() if name in names]
-    used += [value for _, _, value in values]
-    if any(isinstance(value, Iterator) for value in used):
-        raise CaptureError("an iterator cannot go back to where it was")
-
-    for value in used:
-        if isinstance(value, Tensor) and value.numel() <= MAX_ITEMS:
-            tensor = value.detach()
-            snapshots.append(KeptState("", tensor, state_of(tensor)))
-    return restored(snapshots)
 
 
 def _closure_and_defaults(function: types.FunctionType) -> Iterator[_Value]:

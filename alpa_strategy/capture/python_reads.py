@@ -12,7 +12,6 @@ guards. If the number itself is needed (for shapes), the captured step is valid 
 
 import operator
 import os
-import re
 import sys
 import types
 import weakref
@@ -24,14 +23,14 @@ from enum import Enum
 from functools import partial
 from io import IOBase
 from threading import get_ident
-from typing import Any, NoReturn, cast
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from alpa_strategy.capture import kept_state, module_state, outside_state, python_state
+from alpa_strategy.capture import module_state, python_state
 from alpa_strategy.capture.non_tensor_inputs import value_text
 from alpa_strategy.capture.python_state import (
     LIBRARIES,
@@ -44,13 +43,12 @@ from alpa_strategy.errors import CaptureError
 from alpa_strategy.ir import user_code
 from alpa_strategy.ir.graph import Place, StepGraph
 from alpa_strategy.ir.guards import MISSING, ValueGuard, at_counters
-from alpa_strategy.ir.user_code import is_user_code, names_set_from, user_frame
+from alpa_strategy.ir.user_code import is_user_code, user_frame
 
 # (id of an object, attribute name) -> a function that returns the object. It returns None for an
 # object that the step made and that no longer exists.
 Reads = dict[tuple[int, str], Callable[[], Any]]
 
-_BATCH_SIZE = re.compile("^batch_?size$|^bsz?$", re.IGNORECASE)
 MODULE_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
@@ -515,52 +513,3 @@ def is_same_step(one: StepGraph, other: StepGraph, numbers: Mapping[str, Any]) -
         return replace(step, ops=ops, output=None, logs=(), metrics=(), appended=()).graph_digest
 
     return as_now(one) == as_now(other)
-
-
-def places_of(module: nn.Module, value: int, name: re.Pattern[str]) -> list[tuple[Any, str]]:
-    """Return the locations of an int `value` that may be the batch size.
-
-    Its name matches `name`, or is set in a line with a batch size. Locations are attributes of the
-    module tree, of the data module and the loaders, hyperparameters, configurations, and globals of
-    the files of the module's classes.
-
-    Returns:
-        (owner, name) of each, as for `patched`.
-    """
-    trainer = getattr(module, "_trainer", None)
-    data_module = getattr(trainer, "datamodule", None)
-    # Every loader has a batch size. It counts if the step may read it.
-    loaders: Sequence[Any] = []
-    if "batch_size" in user_code.mentioned_names(cast(Any, module.training_step)):
-        loaders = outside_state.loaders_of(trainer)
-
-    classes = python_state.user_classes(module)
-    set_from: set[str] = set()
-    for function in python_state.functions_in(classes):
-        set_from.update(names_set_from(function, _BATCH_SIZE))
-
-    owners: list[Any] = [*classes, *(vars(sys.modules[kind.__module__]) for kind in classes)]
-    for owner in (*module.modules(), data_module, *loaders):
-        if hasattr(owner, "__dict__"):
-            owners += _dicts_in(vars(owner))
-
-    places = []
-    for owner in owners:
-        attributes = owner if isinstance(owner, dict) else vars(owner)
-        for key, number in attributes.items():
-            if type(number) is not int or number != value or not isinstance(key, str):
-                continue
-            if name.search(key) or key in set_from:
-                places.append((owner, key))
-    return places
-
-
-def _dicts_in(attributes: dict[str, Any]) -> list[dict[Any, Any]]:
-    """Return `attributes`, and the dicts and fields of objects in it."""
-    dicts = [value for value in attributes.values() if isinstance(value, dict)]
-    inner = []
-    for value in attributes.values():
-        for snapshot_of_value in kept_state.kept_in(value, "", set()):
-            if isinstance(snapshot_of_value.items, dict):
-                inner.append(snapshot_of_value.items)
-    return [attributes, *dicts, *inner]

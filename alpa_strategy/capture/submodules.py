@@ -67,7 +67,7 @@ def capture_calls(
         loss = sum(tensor.sum() for tensor in tensors if tensor.requires_grad)
         return {"loss": loss, "outputs": outputs}
 
-    trace = trace_step(StepCall(module, [call.given for call in calls], 1, 0, context, step=step))
+    trace = trace_step(StepCall(module, [call.given for call in calls], 0, context, step=step))
     graph = replace(segment_fused_linears(convert(trace)), batch_scope="global")
     submodules = [module.get_submodule(call.path) for call in calls]
     graph = replace(graph, attributes=_guards_around_programs(graph, submodules))

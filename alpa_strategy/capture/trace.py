@@ -74,7 +74,7 @@ class Trace:
     # The device of the fake tensors.
     device: torch.device
 
-    # Samples of the global batch.
+    # Samples of the batch.
     batch_size: int
 
     # (index, value as text) of the batch leaves that the step's Python read.
@@ -91,14 +91,10 @@ class StepCall:
     module: LightningModule
     batch: Any
 
-    # Size of the batch dim in the graph / size in `batch`.
-    rows_factor: int
-
     batch_idx: int
 
     # As of `capture_step`.
     context: Callable[[], AbstractContextManager[Any]]
-    rows: tuple[bool, ...] | None = None
 
     # Lists to which the step is known to append.
     appended: tuple[Place, ...] = ()
@@ -161,7 +157,7 @@ class _Tracing:
 
         self.device = _capture_device(call.module, call.context)
         self.leaves, self.batch_spec = pytree.tree_flatten(call.batch)
-        self.batched = likely_rows(self.leaves) if call.rows is None else call.rows
+        self.batched = have_common_size(self.leaves)
         self.batch_size = _batch_size(self.leaves, self.batched)
         self.names = names_by_tensor(call.module)
 
@@ -179,7 +175,7 @@ class _Tracing:
         # Constants of the step are real tensors.
         mode = FakeTensorMode(allow_non_fake_inputs=True)
         with mode:
-            inputs, fakes = _fake_inputs(call, self.names, self.leaves, self.batched, self.device)
+            inputs, fakes = _fake_inputs(self.names, self.leaves, self.batched, self.device)
         self.inputs = inputs
 
         with (
@@ -215,7 +211,7 @@ class _Tracing:
             record,
             self.origins,
             self.device,
-            self.batch_size * call.rows_factor,
+            self.batch_size,
             self._read_leaves(),
             tuple(tensor for tensor, _ in self.names),
         )
@@ -341,7 +337,6 @@ def _check_added(module: LightningModule, batch: Any, after: Any) -> None:
 
 
 def _fake_inputs(
-    call: StepCall,
     names: list[tuple[Tensor, tuple[str, ...]]],
     leaves: list[Any],
     rows_flags: tuple[bool, ...],
@@ -372,11 +367,8 @@ def _fake_inputs(
             raise CaptureError(
                 f"the batch holds a tensor of layout {leaf.layout}", "let it hold dense ones"
             )
-        # [samples, ...]
         is_batched = next(flags)
         shape = tuple(leaf.shape)
-        if is_batched:
-            shape = (leaf.size(0) * call.rows_factor, *leaf.shape[1:])
         fakes.append(
             torch.empty(shape, dtype=leaf.dtype, device=device, requires_grad=leaf.requires_grad)
         )
@@ -464,11 +456,12 @@ def _capture_device(
     return torch.device("cuda", torch.cuda.current_device()) if is_cuda else torch.device("cpu")
 
 
-def likely_rows(leaves: Sequence[Any]) -> tuple[bool, ...]:
-    """Guess, for every tensor leaf of a batch, whether its dim 0 is the batch dim.
+def have_common_size(leaves: Sequence[Any]) -> tuple[bool, ...]:
+    """Return, for every tensor leaf of a batch, whether its size(0) is the most frequent one.
 
-    The batch size is the most frequent size(0); among equally frequent ones, that of the first
-    leaf. So class weights, a shared mask and the like are outvoted.
+    Among equally frequent ones, that of the first leaf counts. These are the leaves that
+    micro-batches try to split. No number depends on it: the walk over the ops proves each split
+    (microbatch/states.py).
     """
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     sizes = [leaf.size(0) for leaf in tensors if leaf.ndim >= 1]

@@ -7,6 +7,7 @@ read and replace arguments by name.
 
 import inspect
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, lru_cache
@@ -131,14 +132,18 @@ class OpCall:
         return replace(self, args=tuple(dilated.values()), kwargs=())
 
 
-class DerivedTarget:
+class DerivedTarget(ABC):
     """A target that is made of another call; a callable of tensors alone."""
 
-    # Name in plans and programs, the same in every process.
-    name: str
+    @property
+    @abstractmethod
+    def name(self) -> str:
+        """Name in plans and programs, the same in every process."""
 
-    # Number of tensor arguments.
-    num_operands: int
+    @property
+    @abstractmethod
+    def num_operands(self) -> int:
+        """Number of tensor arguments."""
 
 
 @dataclass(frozen=True)

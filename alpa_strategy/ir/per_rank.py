@@ -35,9 +35,13 @@ class PerRank(DerivedTarget):
     # Size of the leading dim.
     num_ranks: int
 
-    @cached_property
+    @property
     def name(self) -> str:
         """Name in plans and programs, with a digest of the op's arguments."""
+        return self._name
+
+    @cached_property
+    def _name(self) -> str:
         inner = self.inner
         text = f"{inner.target_name}{inner.args}{inner.kwargs}{self.mapped}"
         digest = hashlib.sha256(text.encode()).hexdigest()[:8]

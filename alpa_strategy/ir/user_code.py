@@ -5,7 +5,6 @@ Nothing is run. A name in the code may be on a path that is never taken.
 
 import dis
 import functools
-import inspect
 import linecache
 import os
 import re
@@ -216,26 +215,6 @@ def _changed_name(instructions: list[dis.Instruction], position: int) -> set[str
     if instructions[position].opname in ("LOAD_ATTR", "LOAD_GLOBAL", "LOAD_DEREF"):
         return {instructions[position].argval}
     return set()
-
-
-def reads_parameters(function: Callable[..., Any], first: int, end: int) -> bool:
-    """Whether the code of `function` reads its positional parameters `first` to `end` - 1.
-
-    Reading `*args` counts as well.
-    """
-    code = unwrapped(function).__code__
-    parameters = set(code.co_varnames[: code.co_argcount][first:end])
-    if code.co_flags & inspect.CO_VARARGS:
-        parameters.add(code.co_varnames[code.co_argcount + code.co_kwonlyargcount])
-
-    for instruction in dis.get_instructions(code):
-        if "FAST" not in instruction.opname and instruction.opname != "MAKE_CELL":
-            continue
-        names = instruction.argval
-        # Some instructions load two variables.
-        if not parameters.isdisjoint(names if isinstance(names, tuple) else (names,)):
-            return True
-    return False
 
 
 def is_said(frame: FrameType) -> bool:

@@ -24,6 +24,8 @@ AFTER_BACKWARD = (
     "configure_gradient_clipping",
     "optimizer_step",
 )
+# Hooks between a step and the update of its weights.
+UPDATE_HOOKS = ("on_before_backward", "backward", *AFTER_BACKWARD)
 
 
 def check_module(module: Any) -> None:

@@ -7,7 +7,6 @@ sum of finite parts.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import nullcontext
 from operator import attrgetter
 from typing import Any
 
@@ -18,15 +17,10 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from alpa_strategy.comm.collectives import all_gather_object, any_rank, world_size
-from alpa_strategy.errors import NotRowsError, RuntimeMismatchError
-from alpa_strategy.ir.graph import BufferInput, StepGraph
+from alpa_strategy.errors import RuntimeMismatchError
+from alpa_strategy.ir.graph import BufferInput
 from alpa_strategy.runtime.parameters import ParameterStore
 
-REPLICA = (
-    'batch_scope="replica" runs the step on each rank\'s own batch, as DDP does; or let the loader'
-    " yield a row for "
-    "each sample, and the same value of what belongs to no sample on every rank"
-)
 GRADIENT = "the gradient of "
 # Number of 8-byte words in a row. Bytes that are swapped within a row change the digest.
 _WIDTH = 4096
@@ -51,82 +45,45 @@ def digest(tensor: Tensor) -> Tensor:
     return (data.view(torch.int64).view(-1, _WIDTH).sum(0) * weights).sum()
 
 
-class ReplicatedInputCheck:
-    """Checks that replicated leaves of every batch are equal on all ranks.
-
-    These are the leaves without a batch dim, or all leaves of a global batch.
+def check_same_batch(batch: Any, group: Any) -> None:
+    """Check that all ranks have the same batch. Collective.
 
     Args:
-        step: the captured step.
-        batch: one of its batches, for the leaves' names.
+        batch: of this rank.
         group: the ranks; None: all.
+
+    Raises:
+        RuntimeMismatchError: on all ranks: a tensor of the batch differs.
     """
+    num_ranks = world_size(group)
+    names = []
+    checksums = []
+    for path, leaf in pytree.tree_flatten_with_path(batch)[0]:
+        if isinstance(leaf, Tensor):
+            names.append(pytree.keystr(path) or "the batch")
+            checksums.append(digest(leaf))
+    if not checksums or num_ranks == 1:
+        return
 
-    def __init__(self, step: StepGraph, batch: Any, group: Any = None) -> None:
-        paths = [path for path, _ in pytree.tree_flatten_with_path(batch)[0]]
-        used = set(step.consumers)
-        self._all = step.batch_scope == "global"
-        self._leaves: list[int] = []
-        self.names: list[str] = []
-        for leaf in step.batch:
-            is_replicated = self._all or leaf.batch_dim is None
-            if leaf.value in used and is_replicated:
-                self._leaves.append(leaf.leaf)
-                self.names.append(pytree.keystr(paths[leaf.leaf]) or "the batch")
-        self._in_flight: tuple[Tensor, Any] | None = None
-        self._group = group
+    local = torch.stack(checksums)  # [leaves]
+    of_ranks = local.new_empty(num_ranks, len(local))  # [ranks, leaves]
+    dist.all_gather(list(of_ranks), local, group)
+    of_ranks = of_ranks.cpu()
+    unequal = (of_ranks != of_ranks[0]).any(0)
+    if not bool(unequal.any()):
+        return
 
-    def begin(self, batch: Any) -> None:
-        """Launch the exchange of checksums. Collective if there are such leaves."""
-        if not self._leaves or world_size(self._group) == 1:
-            return
-        leaves = pytree.tree_leaves(batch)
-        # [leaves]
-        own = torch.stack([digest(leaves[index]) for index in self._leaves])
-        # [ranks, leaves]
-        found = own.new_empty(world_size(self._group), len(own))
-        self._in_flight = found, dist.all_gather(list(found), own, self._group, async_op=True)
-
-    def finish(self) -> None:
-        """Wait for the exchange of `begin`, and compare.
-
-        Raises:
-            NotRowsError: on all ranks: the batch differs.
-            RuntimeMismatchError: on all ranks that are to have the same rows.
-        """
-        if self._in_flight is None:
-            return
-        found, work = self._in_flight
-        self._in_flight = None
-        # Not behind the forward.
-        with torch.cuda.stream(torch.cuda.Stream()) if found.is_cuda else nullcontext():
-            work.wait()
-            found = found.cpu()
-        # [leaves].
-        unequal = (found != found[0]).any(0)
-        if bool(unequal.any()):
-            first = int(unequal.int().argmax())
-            values = found[:, first].tolist()
-            most = max(values, key=values.count)
-            ranks = [rank for rank, value in enumerate(values) if value != most]
-            leaf, how = (
-                f"the batch's leaf {self.names[first]}",
-                f"(ranks {ranks} have another than most)",
-            )
-            if self._all:
-                raise RuntimeMismatchError(
-                    f'{leaf} differs between the ranks of a replica, or of batch_scope="global"'
-                    f" {how}, which are to "
-                    "load the same rows",
-                    "call lightning.seed_everything(..., workers=True), and let your own samplers"
-                    " give them the same",
-                )
-            raise NotRowsError(
-                f"{leaf} has no row per sample and differs between the ranks {how}, while it is"
-                " taken to be the same "
-                "on all ranks, whose batches are one batch of the step",
-                REPLICA,
-            )
+    first = int(unequal.int().argmax())
+    values = of_ranks[:, first].tolist()
+    most = max(values, key=values.count)
+    ranks = [rank for rank, value in enumerate(values) if value != most]
+    raise RuntimeMismatchError(
+        f"the batch's leaf {names[first]} differs between the ranks of a replica, or of"
+        f' batch_scope="global" (ranks {ranks} have another than most), which are to load the same'
+        " samples",
+        "call lightning.seed_everything(..., workers=True), and let your own samplers give them the"
+        ' same; or leave out batch_scope="global"',
+    )
 
 
 class ReplicaChecksum:

@@ -20,7 +20,6 @@ from alpa_strategy.cluster.spec import ClusterSpec
 from alpa_strategy.comm.collectives import all_gather_object
 from alpa_strategy.comm.mesh import Replica
 from alpa_strategy.display.progress import Progress
-from alpa_strategy.lightning.batch_rows import BatchHooks
 from alpa_strategy.lightning.run_plans import RunPlans
 from alpa_strategy.options import LEAST_BUCKET_BYTES, Limits, PlanOptions
 from alpa_strategy.planner.eager_plan import captured_only_option
@@ -74,9 +73,6 @@ class Job:
 
     # Context of logging after a captured step.
     log_context: Callable[[], AbstractContextManager[None]]
-
-    # The hooks that change a loader's batch.
-    hooks: BatchHooks
 
     # Plans of this run of the Trainer, and of the run that it resumes.
     plans: RunPlans

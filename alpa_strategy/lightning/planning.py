@@ -39,8 +39,7 @@ from alpa_strategy.ir.op import OpCall
 from alpa_strategy.ir.optimizer_info import OptimizerInfo
 from alpa_strategy.ir.plan import Fingerprint, ParameterPlan, Plan, StagePlan, modes_text
 from alpa_strategy.ir.user_code import user_line
-from alpa_strategy.lightning import batch_rows
-from alpa_strategy.lightning.digests import ReplicatedInputCheck
+from alpa_strategy.lightning.digests import check_same_batch
 from alpa_strategy.lightning.evaluation_loop import step_counters
 from alpa_strategy.lightning.host_costs import add_host_seconds
 from alpa_strategy.lightning.job import Job
@@ -87,13 +86,6 @@ def capture(
         UnlikeStepsError: the ranks' batches or steps differ.
         RuntimeMismatchError: the ranks' modules differ.
     """
-    kinds = batch_rows.agreed_kinds(
-        module.trainer, batch, job.hooks, job.may_run_eagerly, job.group
-    )
-    is_joint = job.options.rows == "rank" and world_size() > 1
-    own: dict[Any, Any] = {}
-    if is_joint:
-        own = batch_rows.own_leaves(kinds or {}, batch)
     captured = partial(
         capture_step,
         module,
@@ -101,17 +93,11 @@ def capture(
         batch_scope=job.options.rows,
         batch_idx=batch_idx,
         context=job.context,
-        rows=None if kinds is None else batch_rows.are_rows(kinds, batch),
     )
 
     def capture_on_this_rank() -> StepGraph:
-        with job.progress("capture"), batch_rows.naming(own, batch):
+        with job.progress("capture"):
             step = captured(batch)
-        batch_rows.check_own_leaves(own, step)
-        if is_joint:
-            batch_rows.check_own_numbers(
-                job.hooks, module, step, batch, captured, job.may_run_eagerly, kinds is None
-            )
         if not numbers:
             return step
         with_numbers = partial(captured, batch, numbers=numbers)
@@ -120,16 +106,15 @@ def capture(
     def summary(step: StepGraph) -> tuple[str, str, str]:
         return shapes_text(batch), step.parameter_digest, step.graph_digest
 
-    capture_or_explain = partial(_explaining_errors, capture_on_this_rank, job, is_joint)
+    capture_or_explain = partial(_explaining_errors, capture_on_this_rank, job)
     step, summaries = on_all_ranks(capture_or_explain, summary, job.group)
     _check_equal(step, summaries, job.group)
-    leaves = ReplicatedInputCheck(step, batch, job.group)
-    leaves.begin(batch)
-    leaves.finish()
+    if step.batch_scope == "global":
+        check_same_batch(batch, job.group)
     return step
 
 
-def _explaining_errors(capture: Callable[[], StepGraph], job: Job, is_joint: bool) -> StepGraph:
+def _explaining_errors(capture: Callable[[], StepGraph], job: Job) -> StepGraph:
     """Return `capture()`; errors of the user's code are explained, or a CaptureError.
 
     They are a CaptureError if the step may run eagerly or with planned submodules.
@@ -140,7 +125,7 @@ def _explaining_errors(capture: Callable[[], StepGraph], job: Job, is_joint: boo
         raise
     except Exception as error:
         if not (job.may_run_eagerly or job.submodules):
-            _explain(error, is_joint)
+            _explain(error)
             raise
         text = f"{type(error).__name__}: {error}\n  at {user_line(error.__traceback__)}"
         raise CaptureError(f"training_step cannot be captured: {text}") from error
@@ -162,10 +147,8 @@ def _check_equal(step: StepGraph, summaries: list[tuple[str, str, str]], group: 
         raise kind(f"the ranks differ in {item}: {shown}", fix)
 
 
-def _explain(error: Exception, is_joint: bool) -> None:
+def _explain(error: Exception) -> None:
     """Add to an error of the user's step that the step ran in a capture, and on which batch."""
-    if is_joint:
-        error.add_note(f"alpa: {_JOINT_ROWS}")
     if error.__cause__ is None:
         error.__cause__ = CaptureError(
             f"training_step raises {type(error).__name__} while it is captured\n"
@@ -215,10 +198,6 @@ def _first_that_differs(step: StepGraph, group: Any) -> list[str]:
     return ["the order of values"] * world_size(group)
 
 
-_JOINT_ROWS = (
-    "all ranks' samples are one batch here: take the number of samples from its tensors"
-    " (x.shape[0])"
-)
 _COMPUTES = "the computation of training_step"
 
 # Items of a captured step's summary on which all ranks must agree: text, fix, type of the error.

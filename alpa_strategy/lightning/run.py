@@ -13,12 +13,12 @@ from functools import partial
 from typing import Any
 
 import torch
-from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from typing_extensions import override
 
 from alpa_strategy.capture.non_tensor_inputs import leaves_hold
 from alpa_strategy.capture.python_reads import changed_numbers, numbers_now
-from alpa_strategy.comm.collectives import RankZero, all_gather_object, broadcast_object, world_size
+from alpa_strategy.comm.collectives import RankZero, all_gather_object, broadcast_object
 from alpa_strategy.cost.host import with_host
 from alpa_strategy.display.table import measured_line
 from alpa_strategy.errors import CaptureError, PlanError, RuntimeMismatchError
@@ -27,7 +27,6 @@ from alpa_strategy.ir.guards import changed_value
 from alpa_strategy.ir.plan import Predicted
 from alpa_strategy.lightning import step_effects
 from alpa_strategy.lightning.checks import has_own_hooks
-from alpa_strategy.lightning.digests import ReplicatedInputCheck
 from alpa_strategy.lightning.evaluation_loop import step_counters
 from alpa_strategy.lightning.full_parameters import shapes_only
 from alpa_strategy.lightning.loop_clock import LoopClock
@@ -40,8 +39,6 @@ from alpa_strategy.lightning.planning import (
 from alpa_strategy.lightning.rank_consistency import MAX_SHAPES, StepConsensus
 from alpa_strategy.lightning.shape_key import keyed_leaves, shape_key
 from alpa_strategy.lightning.sharded_run import RunInputs, ShardedRun
-from alpa_strategy.microbatch.rank_samples import rows_of_ranks, sums_over_rows
-from alpa_strategy.microbatch.rules import MicrobatchPlacement
 from alpa_strategy.pipeline.step_programs import PlanRuntime, StepProgram
 from alpa_strategy.planner.optimizer_info import inspect_optimizer
 from alpa_strategy.planner.smaller_batch import batch_shapes, plan_on_smaller_batch
@@ -71,10 +68,6 @@ class CapturedStep:
 
     step: StepGraph
     program: StepProgram
-    # What must be the same in the batches of all ranks.
-    leaves: ReplicatedInputCheck
-    # See `rows_of_ranks`.
-    own_rows: Mapping[int, MicrobatchPlacement]
 
 
 class Run(ShardedRun):
@@ -110,13 +103,6 @@ class Run(ShardedRun):
             raise RuntimeMismatchError(
                 "the replicas' first batches use other parameters of the module",
                 "let their steps use the same ones",
-            )
-        if job.options.rows == "rank" and world_size() > 1 and sums_over_rows(step, world_size()):
-            rank_zero_info(
-                "alpa: the loss, or a part of it, is a sum over rows, those of all ranks:"
-                f" {world_size()} x DDP's, "
-                'and so are its gradients. batch_scope="replica" gives DDP\'s; a mean over rows is'
-                " the same for both"
             )
         self._cluster = job_cluster(job)
         # That of the first replica's batch is for all, which are to hold the same.
@@ -158,16 +144,14 @@ class Run(ShardedRun):
         self._measure()
         key, leaves = keyed_leaves(batch)
         captured, counters = self._captured_step(key, batch, batch_idx)
-        captured.leaves.begin(batch)
         self._clear_gradients(batch_idx)
         # A pipeline's backward is in it.
         with self.in_step():
             values = captured.program(leaves, counters)
         self._loop_clock.leave()
         self._placed.num_steps += 1
-        # Long there: the forward has taken its time.
-        captured.leaves.finish()
-        step, own = captured.step, step_effects.own_rows_of(values, captured.own_rows)
+        step = captured.step
+        values = step_effects.of_this_rank(step, values)
         step_effects.verify(step, values)
         step_effects.write_buffers(self.module, step, values)
         # A validation may have set another (`self.phase = "train"`).
@@ -178,10 +162,10 @@ class Run(ShardedRun):
             step_effects.update_metrics_and_log(
                 self.module, step, values, leaves, counters, self.metrics
             )
-        step_effects.append_to_lists(self.module, step, own, leaves, counters)
+        step_effects.append_to_lists(self.module, step, values, leaves, counters)
         # As DDP has it.
         self.buffers_differ = self._job.replica is not None and self.syncs
-        return step_effects.materialize_output(step.output, own, leaves, counters)
+        return step_effects.materialize_output(step.output, values, leaves, counters)
 
     @override
     def in_step(self) -> Any:
@@ -350,11 +334,8 @@ class Run(ShardedRun):
         self, key: Hashable, step: StepGraph, program: StepProgram, batch: Any
     ) -> CapturedStep:
         """A new step, which is used now; the oldest go where there are too many."""
-        steps, leaves = (
-            self._captured.setdefault(key, []),
-            ReplicatedInputCheck(step, batch, self._job.group),
-        )
-        steps.append(CapturedStep(step, program, leaves, rows_of_ranks(step, world_size())))
+        steps = self._captured.setdefault(key, [])
+        steps.append(CapturedStep(step, program))
         del steps[:-MAX_PROGRAMS]
         self._captured.move_to_end(key)
         while len(self._captured) > MAX_SHAPES:
@@ -399,12 +380,6 @@ class Run(ShardedRun):
         if changed is not None:
             self._same.meet_for_change(changed)
         return changed
-
-    @override
-    def leave_steps(self) -> None:
-        step_effects.leave_logs(
-            self.module.trainer, [each.step for steps in self._captured.values() for each in steps]
-        )
 
     def _measure(self) -> None:
         """Remember when steps begin; after some, say how long a step takes against the

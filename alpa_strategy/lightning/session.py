@@ -241,18 +241,9 @@ class Session:
 
     def _continue_eagerly(self, run: "ShardedRun", batch: Any, batch_idx: int) -> "ShardedRun":
         """Replace `run` by one with eager steps, perhaps between batches of one optimizer step."""
-        run.leave_steps()
         gradients = run.take_gradients() if self._is_accumulating else []
         self._unshard()
         run = self._shard(run.module, run.optimizers, batch, batch_idx)
-        if world_size() > 1:
-            rank_zero_warn(
-                f"alpa: step {run.module.trainer.global_step + 1} and all that follow run eagerly,"
-                " after steps that were one device's on all ranks' samples. If a loss is no mean"
-                " over samples, BatchNorm's statistics are computed or random numbers drawn, the"
-                " training continues as under DDP, not as on one device."
-                ' capture="never" runs all steps eagerly, capture="require" none'
-            )
         for parameter, gradient in gradients:
             run.store.give_gradient(parameter, gradient)
         run.sync(not self._stays_local)
@@ -472,10 +463,10 @@ def _show_plan(run: "ShardedRun", job: Job, process_bytes: int = 0) -> None:
             f"alpa: {job.replica.count} replicas, each with this plan for its own batches, as under"
             " DDP"
         )
-    elif world_size() > 1 and not run.plan.is_eager:
+    elif world_size() > 1 and job.options.batch_scope == "global":
         job.progress.say(
-            "alpa: losses, gradients and logs of a step are one device's on the batches of all"
-            " ranks"
+            "alpa: losses, gradients and logs of a step are one device's on the batch that all"
+            " ranks load"
         )
     # A run that only records the calls of submodules has nothing to show.
     if job.submodules is None or run.plan.stages[0].strategies:

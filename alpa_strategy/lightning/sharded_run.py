@@ -23,8 +23,7 @@ from alpa_strategy.comm.collectives import any_rank, broadcast_tensors, cpu_grou
 from alpa_strategy.ir.graph import BufferInput
 from alpa_strategy.ir.optimizer_info import OptimizerInfo
 from alpa_strategy.ir.plan import Plan
-from alpa_strategy.lightning.batch_rows import UPDATE_HOOKS
-from alpa_strategy.lightning.checks import has_own_hooks
+from alpa_strategy.lightning.checks import UPDATE_HOOKS, has_own_hooks
 from alpa_strategy.lightning.digests import GRADIENT, GradientCheck, ReplicaChecksum
 from alpa_strategy.lightning.evaluation_loop import is_last_of_loader
 from alpa_strategy.lightning.full_parameters import (
@@ -204,10 +203,6 @@ class ShardedRun(ABC):
             hooks = ("on_after_backward",)
             is_read = not self.plan.is_eager and has_own_hooks(self.module, self._trainer, hooks)
             self.store.sync(enabled or is_read)
-
-    def leave_steps(self) -> None:
-        """Prepare for another run that continues the epoch."""
-        return
 
     def take_gradients(self) -> list[tuple[nn.Parameter, Tensor]]:
         """Return the parameters with a gradient on any rank, and their full gradients.

@@ -1,14 +1,15 @@
 """Effects of a captured step besides its loss: return value, `self.log` calls, metric updates.
 
-Captured steps update torchmetrics objects on every rank with the samples of all ranks, so that
-metrics must not be summed over ranks. Eager steps add the samples of their own rank, and the metric
-sums over ranks when it computes. `MetricStates` records which samples a metric's state stands for.
+A step has the effects that it has on this rank's batch, as under DDP. With `batch_scope="global"`
+captured steps update torchmetrics objects on every rank with the samples of all ranks, so that
+metrics must not be summed over ranks. `MetricStates` records which samples a metric's state stands
+for.
 """
 
 import sys
 from collections.abc import Mapping, Sequence
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,9 +23,6 @@ from alpa_strategy.comm.mesh import Replica
 from alpa_strategy.errors import FailedCheckError
 from alpa_strategy.ir.graph import Check, LeafRef, MetricRef, StepGraph, ValueRef
 from alpa_strategy.ir.guards import CounterRef
-
-if TYPE_CHECKING:
-    from alpa_strategy.microbatch.rules import MicrobatchPlacement
 
 # Values in place of a process group. GLOBAL: the value is that of all ranks already, nothing is
 # reduced. REPLICAS: the value is that of each replica, replicas are reduced.
@@ -62,28 +60,42 @@ def materialize_output(
     return pytree.tree_map(filled, structure)
 
 
-def own_rows_of(
-    values: Mapping[int, Tensor], own_rows: "Mapping[int, MicrobatchPlacement]"
-) -> dict[int, Tensor]:
-    """Return `values` restricted to this rank's samples, as hooks see this rank's batch.
+def of_this_rank(step: StepGraph, values: Mapping[int, Tensor]) -> dict[int, Tensor]:
+    """Return the values that this rank's step has on this rank's batch.
 
     Args:
-        values: values of the step on all ranks' samples.
-        own_rows: index of a value with a batch dim -> its placement (`rows_of_ranks`).
+        step: the step of all ranks.
+        values: its values, those of all ranks together.
     """
     local_values = dict(values)
-    if not own_rows:
+    if not step.of_ranks:
         return local_values
-
-    # Imported with a first step, not with the package.
-    from alpa_strategy.microbatch.rules import cut
 
     rank = dist.get_rank()
     num_ranks = world_size()
-    for index, placement in own_rows.items():
+    for index, how in step.of_ranks:
         if index in values:
-            local_values[index] = cut(values[index], placement, num_ranks, rank).clone()
+            local_values[index] = how.of(values[index].detach(), rank, num_ranks)
+    if step.loss_of_ranks in local_values:
+        local_loss = local_values[step.loss_of_ranks]
+        local_values[step.loss_of_ranks] = _LossOfRank.apply(values[step.loss], local_loss)
     return local_values
+
+
+class _LossOfRank(torch.autograd.Function):
+    """(mean of the ranks' losses, this rank's) -> this rank's, with the gradient of the mean.
+
+    The backward of the step of all ranks begins at the mean. Users see the loss of their rank.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, mean: Tensor, local_loss: Tensor) -> Tensor:
+        ctx.shape = mean.shape
+        return local_loss.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad.reshape(ctx.shape), None
 
 
 def append_to_lists(
@@ -137,28 +149,6 @@ def write_buffers(module: nn.Module, step: StepGraph, values: Mapping[int, Tenso
                 attrgetter(buffer.name)(module).copy_(values[buffer.update])
 
 
-def leave_logs(trainer: Any, steps: Sequence[StepGraph]) -> None:
-    """Eager steps go on with what these have logged: each rank's own values
-    are reduced.
-    """
-    logged = {log.name: dict(log.kwargs) for step in steps for log in step.logs}
-    results = trainer.fit_loop.epoch_loop._results
-    for item in results.values():
-        if (
-            item.meta.fx == "training_step"
-            and item.meta.sync.group == GLOBAL
-            and item.meta.name in logged
-        ):
-            # Lightning wants the same arguments as before.
-            own = logged[item.meta.name]
-            item.meta.sync.should, item.meta.sync.group = (
-                bool(own.get("sync_dist")),
-                own.get("sync_dist_group"),
-            )
-            if item.meta.sync.should and item.is_tensor and item.meta.is_sum_reduction:
-                item.value = item.value / world_size()
-
-
 def update_metrics_and_log(
     module: Any,
     step: StepGraph,
@@ -170,9 +160,10 @@ def update_metrics_and_log(
     """Repeat the step's torchmetrics and `self.log` calls with the user's arguments and this step's
     values.
 
-    The values are those of the global batch and equal on every rank: nothing is left to
-    synchronise, neither logs nor the state of metrics. Those of a replica (`metrics.replica`) are
-    reduced over replicas where the user asks for it.
+    Values of this rank's batch are logged as under DDP: the user's arguments say whether they are
+    reduced. With `batch_scope="global"` they are equal on every rank: nothing is left to
+    synchronize, neither logs nor the state of metrics. Those of a replica (`metrics.replica`) are
+    reduced over replicas if the user requires it.
 
     Args:
         leaves: of this rank's batch.
@@ -181,7 +172,8 @@ def update_metrics_and_log(
     metric_values: dict[str, Any] = {}
     for record in step.metrics:
         metric = module.get_submodule(record.metric)
-        metrics.make_global(metric)
+        if step.batch_scope == "global":
+            metrics.make_global(metric)
         kwargs = {
             key: materialize_output(value, values, leaves, counters) for key, value in record.kwargs
         }
@@ -198,7 +190,8 @@ def update_metrics_and_log(
             key: materialize_output(item, values, leaves, counters) for key, item in log.kwargs
         }
         value = materialize_output(value, values, leaves, counters)
-        kwargs |= _sync_arguments(kwargs, metrics.replica)
+        if step.batch_scope == "global":
+            kwargs |= _sync_arguments(kwargs, metrics.replica)
         module.log(log.name, value, **kwargs)
 
 

@@ -29,10 +29,10 @@ from alpa_strategy.errors import CaptureError, RuntimeMismatchError
 from alpa_strategy.ir.graph import StepGraph
 from alpa_strategy.ir.guards import changed_value
 from alpa_strategy.ir.plan import Plan
-from alpa_strategy.lightning import batch_rows
 from alpa_strategy.lightning.dataloader_state import random_state, set_random_state
 from alpa_strategy.lightning.eager_run import parameter_inputs
 from alpa_strategy.lightning.job import Job, device_limit
+from alpa_strategy.lightning.joint_batch import joint_batch
 from alpa_strategy.lightning.planning import check_optimizer, find_or_make_plan, job_cluster
 from alpa_strategy.lightning.shape_key import shape_key
 from alpa_strategy.lightning.sharded_run import RunInputs, ShardedRun
@@ -163,7 +163,7 @@ class SubmoduleRun(ShardedRun):
         if axis.size == 1:
             return batch
         set_random_state(all_gather_object(random_state(), self._replica.group)[0])
-        return batch_rows.of_replica(self.module.trainer, batch, self._job.hooks, axis, self._joins)
+        return joint_batch(batch, axis, self._joins)
 
     def _sharded_access(self) -> Any:
         """Return a context, or decorator, of code that works on shards: nothing is gathered."""

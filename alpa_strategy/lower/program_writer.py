@@ -24,8 +24,8 @@ from alpa_strategy.intra_op.overlap import Product, product_of
 from alpa_strategy.intra_op.per_step import casts_of_parameters
 from alpa_strategy.ir.graph import Op, StepGraph
 from alpa_strategy.ir.guards import SymbolicScalar, at_counters, is_symbolic
-from alpa_strategy.ir.per_rank import PerRank
 from alpa_strategy.ir.op import AxisStrategy, LocalCall, OpCall, Slot, map_slots, with_slots
+from alpa_strategy.ir.per_rank import PerRank
 from alpa_strategy.ir.placement import INVARIANT, DualLayout, dual_layout_to_str, value_layout
 from alpa_strategy.ir.plan import StagePlan
 from alpa_strategy.lower.lines import (

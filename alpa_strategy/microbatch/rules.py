@@ -17,9 +17,10 @@ from torch.distributed.tensor.placement_types import Replicate
 
 from alpa_strategy.capture import ops
 from alpa_strategy.ir.op import AxisStrategy, OpCall, Slot, aten_name, bind, slots
+from alpa_strategy.ir.per_rank import PerRank
 from alpa_strategy.ir.placement import INVARIANT, PARTIAL, DualPlacement, shard
 from alpa_strategy.sharding.rule_families import RESHAPES, broadcast_dim
-from alpa_strategy.sharding.rule_table import added_operand, depends_on_rules, rule_of
+from alpa_strategy.sharding.rule_table import added_operand, depends_on_rules
 from alpa_strategy.sharding.strategies import axis_strategies, localize
 
 aten = torch.ops.aten
@@ -76,27 +77,19 @@ def rows(dim: int, segments: int = 1) -> MicrobatchPlacement:
     return MicrobatchPlacement("rows", dim, segments)
 
 
-def cut(
-    tensor: Tensor, how: MicrobatchPlacement, num_microbatches: int, index: int, num_ranks: int = 1
-) -> Tensor:
-    """Return the samples of micro-batch `index` of a full tensor.
-
-    These are chunk `index` of every rank's samples, in rank order.
+def cut(tensor: Tensor, how: MicrobatchPlacement, num_microbatches: int, index: int) -> Tensor:
+    """Return the samples of micro-batch `index` of a full tensor: chunk `index` of every run.
 
     Args:
         how: a placement of kind `rows`.
-        num_ranks: ranks whose samples `tensor` has; 1 for a rank's local tensor.
     """
-    # The samples of one rank in one segment are contiguous.
-    num_runs = how.segments * num_ranks
-    chunks = tensor.unflatten(how.dim, (num_runs, num_microbatches, -1))
+    chunks = tensor.unflatten(how.dim, (how.segments, num_microbatches, -1))
     return chunks.select(how.dim + 1, index).flatten(how.dim, how.dim + 1)
 
 
-def joined(parts: Sequence[Tensor], how: MicrobatchPlacement, num_ranks: int = 1) -> Tensor:
-    """Return the full tensor of all micro-batches, samples in rank order: inverse of `cut`."""
-    num_runs = how.segments * num_ranks
-    runs = [part.unflatten(how.dim, (num_runs, -1)) for part in parts]
+def joined(parts: Sequence[Tensor], how: MicrobatchPlacement) -> Tensor:
+    """Return the full tensor of all micro-batches: inverse of `cut`."""
+    runs = [part.unflatten(how.dim, (how.segments, -1)) for part in parts]
     stacked = torch.stack(runs, how.dim + 1)
     return stacked.flatten(how.dim, how.dim + 2)
 
@@ -130,12 +123,33 @@ def time_strategies(call: OpCall, num_parts: int) -> tuple[TimeStrategy, ...]:
 
     The first one repeats the op on full values.
     """
+    if isinstance(call.target, PerRank):
+        return _per_rank(call.target, num_parts)
     # The result of a batch norm depends on the split. `microbatch` adds a note that says so.
     if call.target is ops.batch_norm_train:
         return tuple(_batch_norm(call))
     strategies = (*_from_rules(call, num_parts), *_time_only(call))
     with_indices = (*strategies, *_sample_indices(call, strategies))
     return tuple(dict.fromkeys(with_indices))
+
+
+def _per_rank(target: PerRank, num_parts: int) -> tuple[TimeStrategy, ...]:
+    """Return the strategies of an op that runs for each rank: those of one rank's op.
+
+    Their dims are one further, behind the ranks.
+    """
+    shifted = []
+    for strategy in time_strategies(target.inner, num_parts):
+        inputs = []
+        for state, is_mapped in zip(strategy.inputs, target.mapped, strict=True):
+            inputs.append(_one_dim_further(state) if is_mapped else state)
+        outputs = tuple(map(_one_dim_further, strategy.outputs))
+        shifted.append(replace(strategy, inputs=tuple(inputs), outputs=outputs))
+    return tuple(shifted)
+
+
+def _one_dim_further(state: MicrobatchPlacement) -> MicrobatchPlacement:
+    return replace(state, dim=state.dim + 1) if state.has_sample_dim else state
 
 
 def view_strategies(
@@ -178,11 +192,10 @@ def specialised(
 def _from_rules(call: OpCall, num_parts: int) -> Iterator[TimeStrategy]:
     """Yield the strategies that the sharding rules give.
 
-    Rules treat all samples alike, in any order. Views that merge dims and custom Functions do not:
-    their samples must be one run.
+    Rules treat all samples alike, in any order. Views that merge dims do not: their samples must be
+    one run.
     """
-    needs_one_segment = rule_of(call.target) is None or regroups_dims(call)
-    segments = 1 if needs_one_segment else ANY
+    segments = 1 if regroups_dims(call) else ANY
 
     def state(dual: DualPlacement) -> MicrobatchPlacement:
         if dual.shard_dim is not None:
@@ -360,8 +373,16 @@ def local_call(call: OpCall, strategy: TimeStrategy, num_microbatches: int) -> O
     local = localize(call, (placements,), (num_microbatches,), (0,)).call
     if not strategy.adds_number:
         return local
-    first, number, *others = local.args
-    return replace(local, args=(first, number / num_microbatches, *others))
+    if isinstance(local.target, PerRank):
+        inner = _with_share_of_number(local.target.inner, num_microbatches)
+        return replace(local, target=local.target.with_inner(inner))
+    return _with_share_of_number(local, num_microbatches)
+
+
+def _with_share_of_number(call: OpCall, num_microbatches: int) -> OpCall:
+    """Return a sum's call, with a share of the number that is added."""
+    first, number, *others = call.args
+    return replace(call, args=(first, number / num_microbatches, *others))
 
 
 # Samples in views, `cat`, `split` and slices, if a dim holds several runs of them, one after the

@@ -136,10 +136,10 @@ class PlacementWalk:
         self.num_microbatches = num_microbatches
         self.independent = independent
 
-        # Every run of samples must split into this number of equal chunks.
-        self.num_parts = num_microbatches * num_ranks
+        # The ranks' samples are runs of the batch, one after the other. Each run is split.
+        self.num_ranks = num_ranks
 
-        self.strategies = [rules.time_strategies(op.call, self.num_parts) for op in step.ops]
+        self.strategies = [rules.time_strategies(op.call, num_microbatches) for op in step.ops]
 
         # Op index -> the strategy that a later op needs it to have.
         self.forced: dict[int, TimeStrategy] = {}
@@ -171,7 +171,8 @@ class PlacementWalk:
         for entry in (*self.step.parameters, *self.step.constant_inputs):
             self.state[entry.value] = WHOLE
         for leaf in self.step.batch:
-            self.state[leaf.value] = rows(0) if leaf.batch_dim == 0 else WHOLE
+            is_split = leaf.batch_dim == 0 and leaf.is_split
+            self.state[leaf.value] = rows(0, self.num_ranks) if is_split else WHOLE
 
         for index in range(len(self.step.ops)):
             num_forced = len(self.forced)
@@ -208,7 +209,7 @@ class PlacementWalk:
         if index in self.forced:
             strategies: tuple[TimeStrategy, ...] = (self.forced[index],)
         else:
-            views = rules.view_strategies(op.call, states, self.num_parts)
+            views = rules.view_strategies(op.call, states, self.num_microbatches)
             strategies = (*self.strategies[index], *views)
 
         fits = []
@@ -257,7 +258,7 @@ class PlacementWalk:
                 segments.append(have.segments)
         num_segments = max(segments, default=1)
 
-        fixed = rules.specialised(op.call, strategy, num_segments, self.num_parts)
+        fixed = rules.specialised(op.call, strategy, num_segments, self.num_microbatches)
         if fixed is None:
             return None
 
@@ -313,7 +314,7 @@ class PlacementWalk:
         if want.kind != "rows":
             return want == WHOLE
         size = self.step.values[value].shape[want.dim]
-        return size % (want.segments * self.num_parts) == 0
+        return size % (want.segments * self.num_microbatches) == 0
 
     def _recompute(self, value: int, want: MicrobatchPlacement) -> dict[int, TimeStrategy] | None:
         """Return strategies of earlier ops that compute a full `value` per micro-batch.
@@ -334,7 +335,7 @@ class PlacementWalk:
         op = self.step.ops[index]
         position = op.results.index(value)
         for strategy in self.strategies[index]:
-            fixed = rules.specialised(op.call, strategy, want.segments, self.num_parts)
+            fixed = rules.specialised(op.call, strategy, want.segments, self.num_microbatches)
             if fixed is None or fixed.outputs[position] != want:
                 continue
             of_operands = self._recompute_operands(op, fixed)

@@ -15,6 +15,7 @@ from alpa_strategy.capture.ops import batch_norm_train
 from alpa_strategy.errors import PlanError
 from alpa_strategy.ir.graph import Op, StepGraph
 from alpa_strategy.ir.op import OpCall, Slot, TensorMeta
+from alpa_strategy.ir.per_rank import PerRank
 from alpa_strategy.microbatch.rules import SUM, WHOLE, MicrobatchPlacement, local_call
 from alpa_strategy.microbatch.states import States, Use, find_states
 from alpa_strategy.sharding.strategies import is_random
@@ -90,11 +91,16 @@ def microbatch(step: StepGraph, num_microbatches: int, num_ranks: int = 1) -> Mi
     return _Writer(step, num_microbatches, states).write()
 
 
+def num_split_samples(step: StepGraph) -> int:
+    """Return the number of samples that micro-batches split, those of all ranks."""
+    sizes = [leaf.meta.shape[0] for leaf in step.batch if leaf.batch_dim == 0 and leaf.is_split]
+    return math.gcd(*sizes)
+
+
 def _check_divisible(step: StepGraph, num_microbatches: int, num_ranks: int) -> None:
     """Raise PlanError unless each rank's samples split into `num_microbatches` equal chunks."""
     # Leaves may have multiples of the batch size: each must split into equal chunks.
-    sizes = [leaf.meta.shape[0] for leaf in step.batch if leaf.batch_dim == 0]
-    num_samples = math.gcd(*sizes) // num_ranks
+    num_samples = num_split_samples(step) // num_ranks
     if num_microbatches >= 1 and num_samples > 0 and num_samples % num_microbatches == 0:
         return
 
@@ -191,7 +197,9 @@ class _Writer:
     def _batch_norm_notes(self, op_indices: list[int]) -> tuple[str, ...]:
         """Return a note for the user if BatchNorm takes its statistics per micro-batch."""
         for index in op_indices:
-            is_batch_norm = self.step.ops[index].call.target is batch_norm_train
+            target = self.step.ops[index].call.target
+            of_rank = target.inner.target if isinstance(target, PerRank) else target
+            is_batch_norm = of_rank is batch_norm_train
             if is_batch_norm and self.states.chosen[index].strategy.outputs[0].kind == "rows":
                 note = (
                     "BatchNorm takes its statistics per micro-batch"

@@ -116,9 +116,6 @@ class Pipeline:
         job_ranks = None if group is None else dist.get_process_group_ranks(group)
         self._transfer = partial(Transfer, rank=self._rank, device=device, ranks=job_ranks)
 
-        # The number of ranks with samples of their own, which are consecutive in global tensors.
-        self._num_parts = 1 if micro.graph.batch_scope == "global" else self._world
-
         self.channels = plan_channels(spec.stages, micro.graph.values, micro.given, spec.cluster)
 
         # Messages of this step, and of steps that have failed.
@@ -295,7 +292,7 @@ class Pipeline:
                 tensor = given[value]
                 state = self.spec.micro.states[value]
                 if state.kind == "rows":
-                    tensor = cut(tensor, state, num_microbatches, number, self._num_parts)
+                    tensor = cut(tensor, state, num_microbatches, number)
                 box = layout.slices(tensor.shape, stage.mesh_shape, coordinate)
                 shards[value] = tensor[tuple(slice(*ends) for ends in box)]
             result.append(shards)
@@ -328,7 +325,7 @@ class Pipeline:
             case "sum":
                 return torch.stack(pieces).sum(0, dtype=pieces[0].dtype)
             case "rows":
-                return joined(pieces, state, self._num_parts)
+                return joined(pieces, state)
             case _:
                 # Equal in all micro-batches, or a buffer's last value.
                 return list(escaped.values())[-1][value]
@@ -421,11 +418,15 @@ class Delivery:
 
     def sources(self, batch: Sequence[Tensor]) -> list[Tensor]:
         """Return for each plan this rank's samples of the micro-batch."""
-        count = self._spec.micro.num_microbatches
-        return [
-            cut(batch[position], rows(0), count, index % count)
-            for index, position in enumerate(self._tensors)
-        ]
+        micro = self._spec.micro
+        sources = []
+        for index, position in enumerate(self._tensors):
+            tensor = batch[position]
+            if micro.graph.batch[position].is_split:
+                number = index % micro.num_microbatches
+                tensor = cut(tensor, rows(0), micro.num_microbatches, number)
+            sources.append(tensor)
+        return sources
 
     def batches(
         self, index: int, tensors: list[Tensor], batch: Sequence[Tensor]

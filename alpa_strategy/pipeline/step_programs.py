@@ -350,10 +350,16 @@ def step_buffers(module: nn.Module, step: StepGraph, counters: Mapping[str, int]
 
 
 def batch_rows(step: StepGraph, leaves: Leaves) -> list[Tensor]:
-    """Return the batch's tensors in the order of `step.batch`: this rank's samples, or all of them
+    """Return the batch's tensors in the order of `step.batch`: this rank's, or those of all ranks
     (`batch_scope="global"`).
     """
-    return [leaves[given.leaf] for given in step.batch]
+    tensors = []
+    for entry in step.batch:
+        tensor = leaves[entry.leaf]
+        # The numbers of all ranks are a vector, of which this rank has one item.
+        is_number_of_rank = tensor.ndim == 0 and bool(entry.meta.shape)
+        tensors.append(tensor.reshape(1) if is_number_of_rank else tensor)
+    return tensors
 
 
 def _samples_of_mesh(step: StepGraph, leaves: Leaves, mesh: MeshComm) -> list[Tensor]:

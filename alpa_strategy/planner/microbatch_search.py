@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 from alpa_strategy.cluster.spec import ClusterSpec
 from alpa_strategy.ir.graph import StepGraph
+from alpa_strategy.microbatch.transform import num_split_samples
 from alpa_strategy.options import PlanOptions
 
 # Indices of the submeshes that a plan uses.
@@ -49,7 +50,7 @@ def microbatch_counts(step: StepGraph, cluster: ClusterSpec, options: PlanOption
     if options.num_microbatches is not None:
         return [options.num_microbatches]
 
-    num_samples = math.gcd(*(leaf.meta.shape[0] for leaf in step.batch if leaf.batch_dim == 0))
+    num_samples = num_split_samples(step)
     if step.batch_scope == "rank":
         num_samples //= cluster.num_devices
 

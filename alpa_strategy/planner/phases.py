@@ -18,9 +18,10 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from alpa_strategy.capture.capture import convert
+from alpa_strategy.capture.merge_ranks import merge_ranks
 from alpa_strategy.capture.python_state import requiring_grad
 from alpa_strategy.capture.rewrites import segment_fused_linears
-from alpa_strategy.capture.trace import StepCall, likely_rows, trace_step
+from alpa_strategy.capture.trace import StepCall, trace_step
 from alpa_strategy.errors import CaptureError, PlanError
 from alpa_strategy.ir.graph import StepGraph, values_of
 from alpa_strategy.ir.optimizer_info import OptimizerInfo
@@ -72,8 +73,8 @@ def capture_phases(
         raise CaptureError(
             problem, "give one of them trains=True; its loss may be a sum of several models'"
         )
-    factor = world_size if batch_scope == "rank" else 1
-    graphs = {name: _captured(module, phase, factor, context) for name, phase in phases.items()}
+    num_ranks = world_size if batch_scope == "rank" else 1
+    graphs = {name: _captured(module, phase, num_ranks, context) for name, phase in phases.items()}
     return {
         name: (phases[name], replace(graph, batch_scope=batch_scope))
         for name, graph in graphs.items()
@@ -81,9 +82,9 @@ def capture_phases(
 
 
 def _captured(
-    module: Any, phase: Phase, factor: int, context: Callable[[], AbstractContextManager[Any]]
+    module: Any, phase: Phase, num_ranks: int, context: Callable[[], AbstractContextManager[Any]]
 ) -> StepGraph:
-    """Return the ops of a phase on `factor` times its samples, without gradients unless it trains.
+    """Return the ops of a phase on the samples of all ranks, without gradients unless it trains.
 
     Inputs and results of a phase that does not train come from other phases and go to others: they
     have the layouts that are best for it.
@@ -98,10 +99,9 @@ def _captured(
         return {"loss": loss, "result": result}
 
     batch = (phase.args, placeholder_loss)
-    rows = *likely_rows(pytree.tree_leaves(phase.args)), False
     with requiring_grad(() if phase.trains else module.parameters(), False):
-        graph = convert(trace_step(StepCall(module, batch, factor, 0, context, rows, step=step)))
-    graph = segment_fused_linears(graph)
+        graph = convert(trace_step(StepCall(module, batch, 0, context, step=step)))
+    graph = merge_ranks(segment_fused_linears(graph), num_ranks)
     leaving = values_of(graph.output["result"])
     part = graph.part_for(leaving)
     if phase.trains:
