@@ -60,7 +60,9 @@ class Recorder(pl.Callback):
         self.gradients.append(results)
 
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx) -> None:
-        self.losses.append(float(outputs["loss"]))
+        # Each rank has the loss of its own batch.
+        loss = outputs["loss"].detach().clone()
+        self.losses.append(float(trainer.strategy.reduce(loss, reduce_op="mean")))
         self.metrics.append({k: float(v) for k, v in trainer.callback_metrics.items()})
 
 
@@ -168,7 +170,7 @@ def _loader(
                 batches.append(_part(batch, world_size, num_microbatches, index))
         return DataLoader(data, batch_sampler=batches)
     if strategy_kwargs.get("batch_scope") == "global":
-        return DataLoader(data, batch_sampler=_global_batches(len(data), 1, samples))
+        return DataLoader(data, batch_sampler=_global_batches(len(data), world_size, samples))
     # a sampler of its own, because that of the Trainer would shuffle
     rank = int(os.environ.get("RANK", "0"))
     sampler = DistributedSampler(data, num_replicas=world_size, rank=rank, shuffle=False)

@@ -1,5 +1,5 @@
-"""The contract: any plan gives the single-device result. fp64, 5 steps, losses, gradients, metrics,
-weights to 1e-9.
+"""With `batch_scope="global"` any plan gives the result of a single device: fp64, 5 steps, losses,
+gradients, metrics and weights to 1e-9.
 """
 
 from __future__ import annotations
@@ -56,6 +56,7 @@ def reference(pool, tmp_path_factory):
 def run_case(pool, reference, tmp_path, model, optimizer, world_size, strategy):
     model_kwargs = {**MODELS[model], "optimizer": optimizer}
     strategy = {**strategy, "cluster": "pcie_8gpu", "plan_dir": str(tmp_path)}
+    strategy["batch_scope"] = "global"
     runs = pool.run(world_size, record, model, model_kwargs, strategy, 5, world_size)
     for run in runs:
         assert_same(run, reference(model, optimizer, world_size))

@@ -1,0 +1,136 @@
+"""By default every rank has the numbers that DDP gives it, whatever the plan: losses, logs,
+gradients and weights, in fp64, to 1e-9.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from equality.rank_programs import PROGRAMS
+from quiet import QUIET
+from torch.utils import _pytree as pytree
+from torch.utils.data import DataLoader, Dataset
+
+STEPS = 5
+PLANS = {
+    "data": {"parallel": "data"},
+    "zero3": {"parallel": "zero3"},
+    "tensor": {"parallel": "tensor"},
+    "stages": {"num_stages": 2},
+}
+
+
+class Batches(Dataset):
+    """The samples of one rank's batches, one after the other; other leaves are the collation's."""
+
+    def __init__(self, program: Any, rank: int) -> None:
+        generator = torch.Generator().manual_seed(rank)
+        self.batches = [program.example(generator) for _ in range(STEPS)]
+        self.size = len(pytree.tree_leaves(self.batches[0])[0])
+
+    def __len__(self) -> int:
+        return STEPS * self.size
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+    def collate(self, indices: list[int]) -> Any:
+        return copy.deepcopy(self.batches[indices[0] // self.size])
+
+
+class Recorder(pl.Callback):
+    """Each step's loss and logs."""
+
+    def __init__(self) -> None:
+        self.losses: list[float] = []
+        self.logs: list[dict[str, float]] = []
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx) -> None:
+        self.losses.append(float(outputs["loss"]))
+        self.logs.append({name: float(value) for name, value in trainer.callback_metrics.items()})
+
+
+def train(name: str, strategy: dict[str, Any] | None, root: str) -> dict[str, Any]:
+    """Train a program under DDP (`strategy` is None) or Alpa; return what this rank sees."""
+    from alpa_strategy import AlpaStrategy
+    from alpa_strategy.comm.collectives import world_size
+
+    torch.manual_seed(7)
+    torch.set_default_dtype(torch.float64)
+    try:
+        module = PROGRAMS[name]()
+    finally:
+        torch.set_default_dtype(torch.float32)
+    recorder = Recorder()
+    trainer = pl.Trainer(
+        max_epochs=1,
+        accelerator="cpu",
+        devices=world_size(),
+        strategy="ddp" if strategy is None else AlpaStrategy(**strategy),
+        use_distributed_sampler=False,
+        callbacks=[recorder],
+        default_root_dir=root,
+        **QUIET,
+    )
+    data = Batches(PROGRAMS[name], torch.distributed.get_rank())
+    trainer.fit(module, DataLoader(data, batch_size=data.size, collate_fn=data.collate))
+    plan = getattr(trainer.strategy, "plan", None)
+    return {
+        "losses": recorder.losses,
+        "logs": recorder.logs,
+        "state": {key: value.detach().clone() for key, value in module.state_dict().items()},
+        "is_eager": plan is not None and plan.is_eager,
+    }
+
+
+@pytest.fixture(scope="session")
+def under_ddp(pool, tmp_path_factory):
+    runs: dict[tuple[str, int], list[dict[str, Any]]] = {}
+
+    def get(name: str, num_ranks: int) -> list[dict[str, Any]]:
+        key = (name, num_ranks)
+        if key not in runs:
+            root = str(tmp_path_factory.mktemp("ddp"))
+            runs[key] = pool.run(num_ranks, train, name, None, root)
+        return runs[key]
+
+    return get
+
+
+def assert_same(run: dict[str, Any], reference: dict[str, Any], rank: int) -> None:
+    close = {"rtol": 1e-9, "atol": 1e-9}
+    torch.testing.assert_close(run["losses"], reference["losses"], **close)
+    for logs, expected in zip(run["logs"], reference["logs"], strict=True):
+        torch.testing.assert_close(logs, expected, **close)
+    for name, expected in reference["state"].items():
+        # Other ranks' buffers are rank 0's here, as they are in DDP's next forward.
+        if "running" not in name or rank == 0:
+            torch.testing.assert_close(run["state"][name], expected, **close)
+
+
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_two_ranks(pool, under_ddp, tmp_path, name, plan):
+    strategy = {**PLANS[plan], "cluster": "pcie_8gpu", "plan_dir": str(tmp_path)}
+    runs = pool.run(2, train, name, strategy, str(tmp_path))
+    for rank, (run, reference) in enumerate(zip(runs, under_ddp(name, 2), strict=True)):
+        assert not run["is_eager"]
+        assert_same(run, reference, rank)
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_four_ranks(pool, under_ddp, tmp_path, name):
+    strategy = {
+        "parallel": ("data", "tensor"),
+        "logical_mesh": (2, 2),
+        "cluster": "pcie_8gpu",
+        "plan_dir": str(tmp_path),
+    }
+    runs = pool.run(4, train, name, strategy, str(tmp_path))
+    for rank, (run, reference) in enumerate(zip(runs, under_ddp(name, 4), strict=True)):
+        assert not run["is_eager"]
+        assert_same(run, reference, rank)
