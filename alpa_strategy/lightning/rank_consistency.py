@@ -46,7 +46,17 @@ class StepConsensus:
         self._num_changes = 0
         self._digests: dict[Any, int] = {}
 
-    def all_have(self, key: Any, index: int | None, batch: Any, numbers: Mapping[str, Any]) -> bool:
+        # Whether a rank's buffers have changed outside of steps, as of the last `all_have`.
+        self.buffers_changed = False
+
+    def all_have(
+        self,
+        key: Any,
+        index: int | None,
+        batch: Any,
+        numbers: Mapping[str, Any],
+        buffers_changed: bool = False,
+    ) -> bool:
         """Whether every rank has the same program for its batch, and the same numbers. Collective,
         over the hosts.
 
@@ -54,6 +64,7 @@ class StepConsensus:
             key: of the batch's shape.
             index: of the program, None where this rank has none.
             numbers: what the program takes besides the batch.
+            buffers_changed: whether this rank's buffers have changed since the last step.
 
         Raises:
             UnlikeStepsError: the ranks' batches are of different kinds.
@@ -63,7 +74,10 @@ class StepConsensus:
         if key not in self._digests:
             self._digests[key] = _digest(key)
         own = self._digests[key], -1 if index is None else _digest((index, numbers))
-        largest = all_reduce_max([own[0], -own[0], own[1], -own[1]], self._group)
+        largest = all_reduce_max(
+            [own[0], -own[0], own[1], -own[1], int(buffers_changed)], self._group
+        )
+        self.buffers_changed = bool(largest[4])
         if largest[0] != -largest[1]:
             shapes = all_gather_object(shapes_text(batch), self._group)
             shown = "; ".join(f"rank {rank}: {shape}" for rank, shape in enumerate(shapes))

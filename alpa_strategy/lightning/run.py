@@ -14,11 +14,17 @@ from typing import Any
 
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from torch import nn
 from typing_extensions import override
 
 from alpa_strategy.capture.non_tensor_inputs import leaves_hold
 from alpa_strategy.capture.python_reads import changed_numbers, numbers_now
-from alpa_strategy.comm.collectives import RankZero, all_gather_object, broadcast_object
+from alpa_strategy.comm.collectives import (
+    RankZero,
+    all_gather_object,
+    broadcast_object,
+    broadcast_tensors,
+)
 from alpa_strategy.cost.host import with_host
 from alpa_strategy.display.table import measured_line
 from alpa_strategy.errors import CaptureError, PlanError, RuntimeMismatchError
@@ -68,6 +74,11 @@ class CapturedStep:
 
     step: StepGraph
     program: StepProgram
+
+
+def _versions(module: nn.Module) -> list[tuple[int, int]]:
+    """Return which tensors the module's buffers are, and how often each was changed."""
+    return [(id(buffer), buffer._version) for buffer in module.buffers()]
 
 
 class Run(ShardedRun):
@@ -130,6 +141,8 @@ class Run(ShardedRun):
         self._num_changes = 0
         # That change.
         self._numbers: list[Place] = []
+        # Of the module's buffers after the last step.
+        self._buffer_versions: list[tuple[int, int]] = []
         self._step_starts: list[float] = []
         self._loop_clock = LoopClock()
 
@@ -154,6 +167,7 @@ class Run(ShardedRun):
         values = step_effects.of_this_rank(step, values)
         step_effects.verify(step, values)
         step_effects.write_buffers(self.module, step, values)
+        self._buffer_versions = _versions(self.module)
         # A validation may have set another (`self.phase = "train"`).
         for each in step.stored:
             each.namespace[each.name] = each.value
@@ -249,7 +263,11 @@ class Run(ShardedRun):
             if index is None
             else {str(place): counters[str(place)] for place in known[index].step.numbers}
         )
-        if self._same.all_have(key, index, batch, numbers):
+        all_have = self._same.all_have(key, index, batch, numbers, self._buffers_changed())
+        if self._same.buffers_changed:
+            # As DDP does before every forward.
+            broadcast_tensors(self.module.buffers())
+        if all_have:
             assert index is not None
             self._captured.move_to_end(key)
             return known[index], counters
@@ -286,6 +304,15 @@ class Run(ShardedRun):
         if program is None:
             program = self._program(step)
         return self._keep(key, step, program, batch), self._counters(step, batch, batch_idx)
+
+    def _buffers_changed(self) -> bool:
+        """Whether a hook has changed this rank's buffers since the last step.
+
+        Steps leave the same buffers on every rank.
+        """
+        if self._job.options.rows == "global":
+            return False
+        return self._buffer_versions != _versions(self.module)
 
     def _fitting(
         self, steps: Sequence[CapturedStep], batch: Any, batch_idx: int
