@@ -16,13 +16,12 @@ from alpa_strategy.microbatch.transform import MicroStep
 
 
 def combine_microbatches(
-    micro: MicroStep, results: Sequence[Mapping[int, Tensor]], num_ranks: int = 1
+    micro: MicroStep, results: Sequence[Mapping[int, Tensor]]
 ) -> dict[int, Tensor]:
     """The step's values from those of the micro-batches, by `micro.states`.
 
     Args:
         results: per micro-batch the values of `micro.graph.escaping`, whole (of all ranks).
-        num_ranks: ranks that brought their local samples.
     """
     combined: dict[int, Tensor] = {}
     for value in micro.graph.escaping:
@@ -35,7 +34,7 @@ def combine_microbatches(
             case "whole":
                 combined[value] = parts[-1]
             case "rows":
-                combined[value] = joined(parts, state, num_ranks)
+                combined[value] = joined(parts, state)
     return combined
 
 
@@ -65,17 +64,17 @@ def run_microbatches(
     for index in range(micro.num_microbatches):
         batch = []
         for leaf, tensor in zip(micro.graph.batch, batch_leaves, strict=True):
-            if leaf.batch_dim is None:
+            if leaf.batch_dim is None or not leaf.is_split:
                 batch.append(tensor)
             else:
-                batch.append(cut(tensor, rows(0), micro.num_microbatches, index, num_ranks))
+                batch.append(cut(tensor, rows(0, num_ranks), micro.num_microbatches, index))
         received = {}
         for value, source in micro.given.items():
             if micro.states[value].kind == "whole":
                 received[value] = values[source]
             else:
                 received[value] = cut(
-                    values[source], micro.states[value], micro.num_microbatches, index, num_ranks
+                    values[source], micro.states[value], micro.num_microbatches, index
                 )
         outputs = run_step(micro.graph, parameters, state, batch, received)
         loss = outputs[micro.graph.loss]
@@ -85,7 +84,7 @@ def run_microbatches(
         for buffer in micro.graph.buffers:
             if buffer.name in micro.sequential_buffers and buffer.update is not None:
                 state[buffer.name] = outputs[buffer.update].detach()
-    values |= combine_microbatches(micro, results, num_ranks)
+    values |= combine_microbatches(micro, results)
     return values | _run_part(micro.epilogue, parameters, state, leaves, values)
 
 
