@@ -159,6 +159,8 @@ def view_strategies(
 
     No other op has any.
     """
+    if isinstance(call.target, PerRank):
+        return _views_per_rank(call.target, states, num_parts)
     kinds = {state.kind for state in states}
     if "sum" in kinds or "rows" not in kinds:
         return ()
@@ -166,6 +168,35 @@ def view_strategies(
     if outputs is None:
         return ()
     return (TimeStrategy(states, outputs),)
+
+
+def _views_per_rank(
+    target: PerRank, states: tuple[MicrobatchPlacement, ...], num_parts: int
+) -> tuple[TimeStrategy, ...]:
+    """Return `view_strategies` of an op that runs for each rank."""
+    inner_states = []
+    for state, is_mapped in zip(states, target.mapped, strict=True):
+        is_moved = is_mapped and state.has_sample_dim
+        inner_states.append(replace(state, dim=state.dim - 1) if is_moved else state)
+    if any(state.has_sample_dim and state.dim < 0 for state in inner_states):
+        return ()
+    shifted = []
+    for strategy in view_strategies(target.inner, tuple(inner_states), num_parts):
+        outputs = tuple(map(_one_dim_further, strategy.outputs))
+        shifted.append(replace(strategy, inputs=states, outputs=outputs))
+    return tuple(shifted)
+
+
+def view_for_result(
+    call: OpCall, want: MicrobatchPlacement, num_parts: int
+) -> tuple[TimeStrategy, ...]:
+    """Return the way to run a view whose result has the placement `want`; none for other ops."""
+    is_view = regroups_dims(call) and call.target._overloadname != "dtype"
+    if not is_view or want.kind != "rows" or len(call.operands) != 1:
+        return ()
+    # The view back gives the operand of the result.
+    states = _viewed(call.results[0].shape, call.operands[0].shape, want, num_parts)
+    return () if states is None else (TimeStrategy(states, (want,)),)
 
 
 def specialised(

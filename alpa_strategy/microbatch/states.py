@@ -334,7 +334,8 @@ class PlacementWalk:
 
         op = self.step.ops[index]
         position = op.results.index(value)
-        for strategy in self.strategies[index]:
+        views = rules.view_for_result(op.call, want, self.num_microbatches)
+        for strategy in (*self.strategies[index], *views):
             fixed = rules.specialised(op.call, strategy, want.segments, self.num_microbatches)
             if fixed is None or fixed.outputs[position] != want:
                 continue
