@@ -52,11 +52,11 @@ class PlanOptions:
         memory_limit: bytes per device; None: the device's memory; `float("inf")`: no limit.
         memory_fraction: fraction of the device's memory that a plan may use when `memory_limit` is
             None.
-        batch_scope: the batch that a step computes. `rank`: every rank loads its own samples (as
-            under DDP), and the step is that of one device on all of them; `global`: the same, and
-            the loader yields the global batch on every rank; `replica`: every rank steps on its own
-            batch, and gradients are averaged (DDP's contract); `auto`: `rank` if the step can be
-            captured, else `replica`.
+        batch_scope: the batch that a step computes. `rank`: every rank loads its own batch, and
+            numbers are DDP's; the step must be captured. `auto`: the same, and a step that cannot
+            be captured runs eagerly. `global`: every rank loads the global batch, and numbers are
+            those of one device on it. `replica`: eager steps, or with `replicas=` captured steps
+            of groups of ranks.
         solver_seconds: time limit of one ILP solve; a solve that reaches it reports its gap.
         accumulate_grad_batches: training steps per optimizer step. They share the costs that occur
             once per optimizer step. The strategy fills in the Trainer's setting.

@@ -61,7 +61,6 @@ _FIRST_STEP = "import alpa_strategy registers the strategy: what steps need come
 LAZY_FILES = {
     "__init__.py": "its names are loaded at their first use",
     "cli.py": "each subcommand imports the folders that `import alpa_strategy` leaves out",
-    "lightning/batch_rows.py": _FIRST_STEP,
     "lightning/job.py": _FIRST_STEP,
     "lightning/planning.py": "the planner is imported where a plan is made, not for a stored one",
     "lightning/session.py": _FIRST_STEP,

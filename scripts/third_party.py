@@ -1,17 +1,16 @@
-"""Models and losses of other libraries on two CPU ranks: "alpa" against DDP and one device.
+"""Models and losses of other libraries on two CPU ranks: "alpa" against DDP.
 
     # libraries that are not installed are left out
     pip install timm peft transformers diffusers monai segmentation_models_pytorch \\
         pytorch_metric_learning lightly torch_geometric
     python scripts/third_party.py                                  # every program, auto and ZeRO-3
     python scripts/third_party.py "timm_*" peft_lora --plans auto  # some, by one plan
-    python scripts/third_party.py --require                        # exit 1 if one equals neither
+    python scripts/third_party.py --require                        # exit 1 if one does not
 
 A program trains four steps in fp64 with the losses and helpers that its library recommends. A row
-reports whether the step was captured, and the relative differences of logged losses from DDP's and
-from those of one device on the samples of all ranks. Weights must be bitwise the same on both
-ranks. Captured steps must equal one device's, eager steps DDP's. Losses are compared and not
-weights: where a gradient is zero but for rounding, Adam makes a step of full size of it.
+reports whether the step was captured, and the relative difference of logged losses from DDP's.
+Weights must be bitwise the same on both ranks. Losses are compared and not weights: where a
+gradient is zero but for rounding, Adam makes a step of full size of it.
 """
 
 from __future__ import annotations
@@ -390,28 +389,26 @@ class Losses(pl.Callback):
 
 
 def train(name: str, kind: str, folder: str) -> dict[str, Any]:
-    """One program under "ddp", on "one" device, or by a plan; what this rank found."""
+    """Train one program under "ddp" or by a plan, and return what this rank saw."""
     torch.manual_seed(1)
     module, data = PROGRAMS[name][1]()
-    is_one, rank = kind == "one", int(os.environ.get("RANK", "0"))
-    rows = range(len(data)) if is_one else range(rank, len(data), RANKS)  # type: ignore[arg-type]
+    rank = int(os.environ.get("RANK", "0"))
+    rows = range(rank, len(data), RANKS)  # type: ignore[arg-type]
     collate = None
     if isinstance(data, Graphs):
         from torch_geometric.data import Batch
 
         collate = Batch.from_data_list
-    loader = DataLoader(
-        data, ROWS * (RANKS if is_one else 1), sampler=list(rows), collate_fn=collate
-    )
-    strategy: Any = {"one": "auto", "ddp": "ddp_find_unused_parameters_true"}.get(kind)
-    if strategy is None:
+    loader = DataLoader(data, ROWS, sampler=list(rows), collate_fn=collate)
+    strategy: Any = "ddp_find_unused_parameters_true"
+    if kind != "ddp":
         from alpa_strategy import AlpaStrategy
 
         strategy = AlpaStrategy(verbose=False, cluster="pcie_8gpu", parallel=kind)
     losses = Losses()
     trainer = pl.Trainer(
         accelerator="cpu",
-        devices=1 if is_one else RANKS,
+        devices=RANKS,
         strategy=strategy,
         max_steps=STEPS,
         precision="64-true",
@@ -446,11 +443,7 @@ def worker(kind: str, folder: str, names: list[str]) -> None:
 
 def launch(kind: str, folder: str, names: list[str]) -> None:
     """Train all programs under one `kind`, and print the end of the log if a process fails."""
-    if kind == "one":
-        command = [sys.executable, __file__]
-    else:
-        command = torchrun(__file__, RANKS)
-    command += ["--worker", kind, folder, *names]
+    command = [*torchrun(__file__, RANKS), "--worker", kind, folder, *names]
     log = Path(folder) / f"{kind}.log"
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     with log.open("w") as out:
@@ -469,8 +462,8 @@ def difference(one: dict[str, Any], other: dict[str, Any]) -> float:
 
 
 def table(folder: str, names: list[str], plans: list[str]) -> int:
-    """Print what was found; how many programs equal neither."""
-    shown, wrong = Table("program", "plan", "step", "from DDP", "from one device", "ranks"), 0
+    """Print what was found; how many programs do not equal DDP."""
+    shown, wrong = Table("program", "plan", "step", "from DDP", "ranks"), 0
 
     def found(name: str, kind: str, rank: int = 0) -> dict[str, Any]:
         path = Path(folder) / f"{name}_{kind}_{rank}.pt"
@@ -482,25 +475,22 @@ def table(folder: str, names: list[str], plans: list[str]) -> int:
         for plan in plans:
             own = found(name, plan)
             if "error" in own:
-                shown.add_row(name, plan, own["error"].splitlines()[0][:60], "", "", "")
+                shown.add_row(name, plan, own["error"].splitlines()[0][:60], "", "")
                 wrong += 1
                 continue
             both = own["weights"], found(name, plan, 1).get("weights", {})
             same = both[0].keys() == both[1].keys() and all(
                 torch.equal(w, both[1][n]) for n, w in both[0].items()
             )
-            apart = [difference(found(name, kind), own) for kind in ("ddp", "one")]
-            if own["is_eager"]:
-                step, deviation = "eager", apart[0]
-            else:
-                step, deviation = "captured", apart[1]
+            deviation = difference(found(name, "ddp"), own)
+            step = "eager" if own["is_eager"] else "captured"
             is_right = same and deviation <= TOLERANCE
             wrong += not is_right
             shown.add_row(
                 name,
                 plan,
                 step,
-                *(f"{each:.0e}" for each in apart),
+                f"{deviation:.0e}",
                 "same" if same else "DIFFER",
                 style=None if is_right else "red",
             )
@@ -519,7 +509,7 @@ def main() -> int:
     parser.add_argument("programs", nargs="*", default=["*"], help="patterns of names")
     parser.add_argument("--plans", nargs="+", default=["auto", "zero3"], help="values of parallel=")
     parser.add_argument(
-        "--require", action="store_true", help="exit 1 where a program equals neither"
+        "--require", action="store_true", help="exit 1 if a program does not equal DDP"
     )
     args = parser.parse_args()
     asked = [
@@ -533,7 +523,7 @@ def main() -> int:
     if not names:
         parser.error(f"nothing to run of {', '.join(args.programs)}")
     with tempfile.TemporaryDirectory() as folder:
-        for kind in ("one", "ddp", *args.plans):
+        for kind in ("ddp", *args.plans):
             launch(kind, folder, names)
         return int(table(folder, names, args.plans) > 0 and args.require)
 

@@ -12,7 +12,7 @@ from lightning.pytorch import LightningModule
 
 from alpa_strategy.capture import rewrites
 from alpa_strategy.capture.convert import convert
-from alpa_strategy.capture.merge_ranks import merge_ranks
+from alpa_strategy.capture.merge_ranks import merge_ranks, synced_norms
 from alpa_strategy.capture.module_state import changed_attributes, initialized
 from alpa_strategy.capture.non_tensor_inputs import register_batch_types
 from alpa_strategy.capture.trace import StepCall, trace_step
@@ -75,7 +75,9 @@ def capture_step(
         graph = _after_first_call(call, graph, trace.recording.stored)
     segmented = rewrites.segment_fused_linears(graph)
     captured = replace(segmented, batch_scope=batch_scope, numbers=numbers)
-    return merge_ranks(captured, world_size) if batch_scope == "rank" else captured
+    if batch_scope == "global" or world_size == 1:
+        return captured
+    return merge_ranks(captured, world_size, synced_norms(module))
 
 
 def _after_first_call(

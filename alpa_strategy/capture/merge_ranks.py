@@ -17,15 +17,20 @@ The loss is the mean of the ranks' losses. Buffers are updated with those of ran
 broadcasts.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils import _pytree as pytree
 
 from alpa_strategy.capture.graph_builder import Builder, infer
 from alpa_strategy.capture.graph_results import Numbering, renumbered_ops
+from alpa_strategy.capture.ops import batch_norm_train
+from alpa_strategy.errors import CaptureError
 from alpa_strategy.ir.graph import (
     AppendRecord,
     Check,
@@ -38,7 +43,7 @@ from alpa_strategy.ir.graph import (
     ancestors,
     values_of,
 )
-from alpa_strategy.ir.op import AxisStrategy, OpCall, TensorMeta, aten_name, rebuild
+from alpa_strategy.ir.op import AxisStrategy, OpCall, TensorMeta, aten_name, bind, rebuild
 from alpa_strategy.ir.per_rank import per_rank_call
 from alpa_strategy.sharding.rule_families import RESHAPES
 from alpa_strategy.sharding.rule_table import is_pointwise
@@ -67,12 +72,16 @@ class Merged:
         return self.dim is None
 
 
-def merge_ranks(step: StepGraph, num_ranks: int) -> StepGraph:
+def merge_ranks(
+    step: StepGraph, num_ranks: int, synced: Collection[str] = frozenset()
+) -> StepGraph:
     """Return the step of all ranks, each on its own batch.
 
     Args:
         step: captured on the batch of one rank.
         num_ranks: ranks that load batches, all of the same shapes.
+        synced: paths of the BatchNorms whose statistics are those of all ranks' samples
+            (SyncBatchNorm).
 
     Returns:
         A step with `batch_scope="rank"` at the shapes of all batches together. Its `of_ranks` tells
@@ -80,15 +89,39 @@ def merge_ranks(step: StepGraph, num_ranks: int) -> StepGraph:
     """
     if num_ranks == 1:
         return step
-    return _Merger(step, num_ranks).merged()
+    return _Merger(step, num_ranks, synced).merged()
+
+
+def synced_norms(module: nn.Module) -> frozenset[str]:
+    """Return the paths of the module's BatchNorms that take statistics of all ranks' samples.
+
+    These are SyncBatchNorms; all under `Trainer(sync_batchnorm=True)`.
+
+    Raises:
+        CaptureError: a SyncBatchNorm names a process group.
+    """
+    strategy = getattr(getattr(module, "_trainer", None), "strategy", None)
+    every = getattr(strategy, "_layer_sync", None) is not None
+    paths = set()
+    for path, submodule in module.named_modules():
+        is_synced = isinstance(submodule, nn.SyncBatchNorm)
+        if is_synced and submodule.process_group not in (None, dist.group.WORLD):
+            raise CaptureError(
+                f"the SyncBatchNorm {path!r} names a process group",
+                "leave out its process_group, to take the statistics of all ranks",
+            )
+        if is_synced or (every and isinstance(submodule, _BatchNorm)):
+            paths.add(path)
+    return frozenset(paths)
 
 
 class _Merger:
     """Writes the merged step op by op."""
 
-    def __init__(self, step: StepGraph, num_ranks: int) -> None:
+    def __init__(self, step: StepGraph, num_ranks: int, synced: Collection[str]) -> None:
         self.step = step
         self.num_ranks = num_ranks
+        self.synced = synced
         self.builder = Builder()
 
         # Value of the step -> its value in the merged step.
@@ -175,7 +208,7 @@ class _Merger:
         if all(state.is_same for state in states) and not draws:
             return [Merged(ref) for ref in self._append(op.call, [s.ref for s in states])]
 
-        for attempt in (self._reshaped, self._proven, self._pointwise):
+        for attempt in (self._synced_norm, self._reshaped, self._proven, self._pointwise):
             results = attempt(op, states)
             if results is not None:
                 return results
@@ -191,6 +224,27 @@ class _Merger:
             Op("", call, operand_values, result_values, builder.module, builder.source)
         )
         return refs
+
+    def _synced_norm(self, op: Op, states: list[Merged]) -> list[Merged] | None:
+        """Write a BatchNorm over the samples of all ranks."""
+        call = op.call
+        if call.target is not batch_norm_train or op.module not in self.synced:
+            return None
+        x = bind(call)["x"].index
+        if any(not state.is_same for index, state in enumerate(states) if index != x):
+            return None
+
+        operands = [state.ref for state in states]
+        if states[x].dim != 0:
+            operands[x] = self._flattened(self.by_rank(op.operands[x])).ref
+        y, *statistics = call.results
+        merged = replace(
+            call,
+            operands=tuple(map(self.builder.meta, operands)),
+            results=(self._of_all(y, 0), *statistics),
+        )
+        first, *others = self._append(merged, operands)
+        return [Merged(first, 0), *map(Merged, others)]
 
     def _reshaped(self, op: Op, states: list[Merged]) -> list[Merged] | None:
         """Write a view that may merge or split dims."""

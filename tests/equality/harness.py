@@ -89,7 +89,8 @@ def record_model(
     Args:
         model_class: makes the module.
         model_kwargs: its arguments.
-        strategy_kwargs: options of AlpaStrategy; None: the plain Trainer on the global batches.
+        strategy_kwargs: options of AlpaStrategy, `batch_scope="global"` unless they say otherwise;
+            None: the plain Trainer on the global batches.
         steps: optimizer steps.
         world_size: number of ranks.
         clip: largest norm of the gradients.
@@ -104,6 +105,9 @@ def record_model(
     Returns:
         Losses, gradients and metrics of every step, the final state, and fields of the plan.
     """
+    if strategy_kwargs is not None:
+        # The reference is one device. By default numbers are those of DDP (test_ranks.py).
+        strategy_kwargs = {"batch_scope": "global", **strategy_kwargs}
     dtype = torch.float64 if precision == "64-true" else torch.float32
     num_samples = samples * steps * accumulate
     model, rows = _model_and_rows(model_class, model_kwargs, num_samples, dtype)

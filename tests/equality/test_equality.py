@@ -56,7 +56,6 @@ def reference(pool, tmp_path_factory):
 def run_case(pool, reference, tmp_path, model, optimizer, world_size, strategy):
     model_kwargs = {**MODELS[model], "optimizer": optimizer}
     strategy = {**strategy, "cluster": "pcie_8gpu", "plan_dir": str(tmp_path)}
-    strategy["batch_scope"] = "global"
     runs = pool.run(world_size, record, model, model_kwargs, strategy, 5, world_size)
     for run in runs:
         assert_same(run, reference(model, optimizer, world_size))
