@@ -17,10 +17,11 @@ from alpa_strategy.comm.random import ShardedRandom
 from alpa_strategy.cost.model import RooflineCosts
 from alpa_strategy.intra_op.build import IntraOp, OptionTables, build
 from alpa_strategy.intra_op.decode import decode
-from alpa_strategy.ir.graph import StepGraph, run_step
+from alpa_strategy.ir.graph import StepGraph
 from alpa_strategy.ir.optimizer_info import OptimizerInfo
 from alpa_strategy.ir.placement import Layout, value_layout
 from alpa_strategy.ir.plan import Predicted, StagePlan
+from alpa_strategy.ir.run_step import run_step
 from alpa_strategy.lower.codegen import lower
 
 CASES = {

@@ -394,73 +394,81 @@ class _Merger:
     def _finish(self) -> StepGraph:
         """Return the graph of the ops that have an effect."""
         step = self.step
-        builder = self.builder
+        records, of_ranks = self._records()
+        loss = self.state[step.loss]
+        mean_loss = loss.ref
+        if not loss.is_same:
+            mean_loss = self.builder.emit(aten.mean.default, loss.ref)
+        # Value of a buffer in the step -> its new value.
+        updates = {
+            buffer.value: self._of_first_rank(buffer.update)
+            for buffer in step.buffers
+            if buffer.update is not None
+        }
+
+        leaving = {mean_loss.index, *(ref.index for ref in updates.values())}
+        leaving.update(values_of(list(records.values())))
+        live_ops = [self.builder.ops[index] for index in ancestors(self.builder.ops, leaving)]
+
+        numbering = Numbering(self.builder.values)
+        inputs = self._inputs(numbering)
+        ops = renumbered_ops(live_ops, numbering)
+        new = numbering.index
+
+        buffers = []
+        for original, buffer in zip(step.buffers, inputs["buffers"], strict=True):
+            update = updates.get(original.value)
+            buffers.append(replace(buffer, update=None if update is None else new[update.index]))
+
+        def renumbered(ref: ValueRef) -> ValueRef:
+            return ValueRef(new[ref.index])
+
+        parts: dict[str, Any] = {**inputs, "buffers": tuple(buffers)}
+        for name, record in records.items():
+            parts[name] = _map_refs(record, renumbered)
+        return replace(
+            step,
+            **parts,
+            values=tuple(numbering.values),
+            ops=tuple(ops),
+            loss=new[mean_loss.index],
+            loss_of_ranks=-1 if loss.is_same else new[loss.ref.index],
+            batch_size=step.batch_size * self.num_ranks,
+            of_ranks=tuple((new[value], how) for value, how in sorted(of_ranks.items())),
+        )
+
+    def _records(self) -> tuple[dict[str, Any], dict[int, OfRanks]]:
+        """Return the output and the records by name, and how their values hold those of ranks."""
         of_ranks: dict[int, OfRanks] = {}
 
-        def record_ref(ref: ValueRef) -> ValueRef:
+        def merged_ref(ref: ValueRef) -> ValueRef:
             state = self.state[ref.index]
             if state.dim is not None:
-                is_number = not step.values[ref.index].shape
+                is_number = not self.step.values[ref.index].shape
                 of_ranks[state.ref.index] = OfRanks(state.dim, is_number)
             return state.ref
 
         records = {}
         for name in ("output", "logs", "metrics", "checks", "appended"):
-            records[name] = _map_refs(getattr(step, name), record_ref)
+            records[name] = _map_refs(getattr(self.step, name), merged_ref)
+        return records, of_ranks
 
-        loss = self.state[step.loss]
-        loss_of_ranks = -1
-        loss_ref = loss.ref
-        if not loss.is_same:
-            loss_of_ranks = loss.ref.index
-            loss_ref = builder.emit(aten.mean.default, loss.ref)
-
-        updates = {}
-        for buffer in step.buffers:
-            if buffer.update is not None:
-                updates[buffer.value] = self._of_first_rank(buffer.update)
-
-        leaving = {loss_ref.index, *(ref.index for ref in updates.values())}
-        leaving.update(values_of(list(records.values())))
-        live_ops = [builder.ops[index] for index in ancestors(builder.ops, leaving)]
-
-        numbering = Numbering(builder.values)
-        groups: dict[str, list[Any]] = {"parameters": [], "buffers": [], "batch": []}
-        groups["constants"] = []
-        for name, entries in groups.items():
-            for entry in getattr(step, name):
+    def _inputs(self, numbering: Numbering) -> dict[str, tuple[Any, ...]]:
+        """Return the step's inputs by group, renumbered; batch leaves have the ranks' tensors."""
+        inputs: dict[str, tuple[Any, ...]] = {}
+        for group in ("parameters", "buffers", "batch", "constants"):
+            entries = []
+            for entry in getattr(self.step, group):
                 index = numbering.define(self.state[entry.value].ref.index)
                 entries.append(replace(entry, value=index))
-        ops = renumbered_ops(live_ops, numbering)
-        new = numbering.index
+            inputs[group] = tuple(entries)
 
-        buffers = []
-        for original, buffer in zip(step.buffers, groups["buffers"], strict=True):
-            update = updates.get(original.value)
-            buffers.append(replace(buffer, update=None if update is None else new[update.index]))
         batch = []
-        for leaf in groups["batch"]:
+        for leaf in inputs["batch"]:
             meta = numbering.values[leaf.value]
-            is_split = bool(leaf.meta.shape) and leaf.meta.shape[0] == step.batch_size
+            is_split = bool(leaf.meta.shape) and leaf.meta.shape[0] == self.step.batch_size
             batch.append(replace(leaf, meta=meta, batch_dim=0, is_split=is_split))
-
-        def renumbered(ref: ValueRef) -> ValueRef:
-            return ValueRef(new[ref.index])
-
-        return replace(
-            step,
-            values=tuple(numbering.values),
-            parameters=tuple(groups["parameters"]),
-            buffers=tuple(buffers),
-            batch=tuple(batch),
-            constants=tuple(groups["constants"]),
-            ops=tuple(ops),
-            loss=new[loss_ref.index],
-            loss_of_ranks=new.get(loss_of_ranks, -1),
-            batch_size=step.batch_size * self.num_ranks,
-            of_ranks=tuple((new[value], how) for value, how in sorted(of_ranks.items())),
-            **{name: _map_refs(value, renumbered) for name, value in records.items()},
-        )
+        return inputs | {"batch": tuple(batch)}
 
     def _of_first_rank(self, value: int) -> ValueRef:
         """Return rank 0's value."""

@@ -255,7 +255,6 @@ class Run(ShardedRun):
         Raises:
             CaptureError: (on all ranks) there is no one step of all ranks, or too many come.
         """
-        may_differ = self._job.may_run_eagerly
         known = self._captured.get(key, [])
         index, counters, changed = self._fitting(known, batch, batch_idx)
         numbers = (
@@ -271,6 +270,32 @@ class Run(ShardedRun):
             assert index is not None
             self._captured.move_to_end(key)
             return known[index], counters
+        self._check_may_capture(known, batch, changed)
+        with shapes_only(self.store):
+            step = capture(
+                self.module, batch, batch_idx, self._job, self._changing_numbers(known, batch)
+            )
+        program = next(
+            (each.program for each in known if each.step.graph_digest == step.graph_digest), None
+        )
+        if program is None:
+            program = self._program(step)
+        return self._keep(key, step, program, batch), self._counters(step, batch, batch_idx)
+
+    def _check_may_capture(
+        self, known: Sequence[CapturedStep], batch: Any, changed: str | None
+    ) -> None:
+        """Count the captures of a training, and report new shapes.
+
+        Args:
+            known: captured steps of the batch's shape.
+            batch: that is to be captured.
+            changed: what has changed since one of `known`.
+
+        Raises:
+            CaptureError: too many come, and the steps may run eagerly.
+        """
+        may_differ = self._job.may_run_eagerly
         steps = self._placed.num_steps
         if not known:
             shapes = len(self._captured)
@@ -294,16 +319,6 @@ class Run(ShardedRun):
                     "steps, each another capture (a number that changes often is better a buffer,"
                     " changed by `fill_`)"
                 )
-        with shapes_only(self.store):
-            step = capture(
-                self.module, batch, batch_idx, self._job, self._changing_numbers(known, batch)
-            )
-        program = next(
-            (each.program for each in known if each.step.graph_digest == step.graph_digest), None
-        )
-        if program is None:
-            program = self._program(step)
-        return self._keep(key, step, program, batch), self._counters(step, batch, batch_idx)
 
     def _buffers_changed(self) -> bool:
         """Whether a hook has changed this rank's buffers since the last step.

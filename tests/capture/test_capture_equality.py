@@ -19,7 +19,8 @@ from torch.utils import _pytree as pytree
 
 from alpa_strategy.capture import autocast
 from alpa_strategy.capture.capture import capture_step
-from alpa_strategy.ir.graph import StepGraph, run_step
+from alpa_strategy.ir.graph import StepGraph
+from alpa_strategy.ir.run_step import run_step
 
 
 class Step(LightningModule):

@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 from alpa_strategy.capture.capture import capture_step
 from alpa_strategy.errors import CaptureError
-from alpa_strategy.ir.graph import run_step
+from alpa_strategy.ir.run_step import run_step
 
 
 def on_rows(self: Step, x: Tensor, y: Tensor) -> Tensor:

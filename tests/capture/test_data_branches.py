@@ -30,7 +30,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from alpa_strategy.capture.capture import capture_step
 from alpa_strategy.errors import CaptureError
-from alpa_strategy.ir.graph import StepGraph, run_step
+from alpa_strategy.ir.graph import StepGraph
+from alpa_strategy.ir.run_step import run_step
 
 
 class Checked(MLP):

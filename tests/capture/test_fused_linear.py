@@ -13,7 +13,7 @@ from torch import nn
 
 from alpa_strategy.capture.capture import capture_step
 from alpa_strategy.capture.rewrites import segment_fused_linears
-from alpa_strategy.ir.graph import run_step
+from alpa_strategy.ir.run_step import run_step
 
 
 class Fused(pl.LightningModule):

@@ -1,5 +1,5 @@
-"""The step of all ranks is each rank's step on its own batch: losses, the mean's gradients, outputs,
-logs and rank 0's buffers.
+"""The step of all ranks is each rank's step on its own batch: losses, the mean's gradients,
+outputs, logs and rank 0's buffers.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from inter_op.test_microbatch import EXACT, Step
 from torch import Tensor
 
 from alpa_strategy.capture.capture import capture_step
-from alpa_strategy.ir.graph import ValueRef, run_step, values_of
+from alpa_strategy.ir.graph import ValueRef, values_of
+from alpa_strategy.ir.run_step import run_step
 
 
 def first_sample(self: Step, x: Tensor, y: Tensor, w: Tensor) -> Tensor:

@@ -32,8 +32,8 @@ from alpa_strategy.capture.capture import capture_step
 from alpa_strategy.capture.python_reads import _watched_classes
 from alpa_strategy.capture.python_state import patched
 from alpa_strategy.errors import CaptureError
-from alpa_strategy.ir.graph import run_step
 from alpa_strategy.ir.guards import changed_value
+from alpa_strategy.ir.run_step import run_step
 
 
 @dataclass

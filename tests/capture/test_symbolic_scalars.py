@@ -19,8 +19,9 @@ from torch import Tensor, nn
 
 from alpa_strategy.capture.capture import capture_step
 from alpa_strategy.errors import CaptureError
-from alpa_strategy.ir.graph import StepGraph, run_step
+from alpa_strategy.ir.graph import StepGraph
 from alpa_strategy.ir.guards import COUNTERS
+from alpa_strategy.ir.run_step import run_step
 
 Form = Callable[[Any, Tensor, int], Any]
 

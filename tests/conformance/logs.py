@@ -58,9 +58,6 @@ def log_with_every_argument(bench: Bench) -> Any:
     return fit_and_look(bench, Logs)
 
 
-log_with_every_argument.reference = "plain"  # DDP sees half of the rows as `batch_size`
-
-
 def log_with_a_number_of_the_batch(bench: Bench) -> Any:
     class Counted(Net):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
@@ -90,9 +87,6 @@ def log_reduced_over_an_epoch(bench: Bench) -> Any:
             return loss
 
     return fit_and_look(bench, Logs)
-
-
-log_reduced_over_an_epoch.reference = "plain"  # a sum over DDP's ranks is no sum over steps
 
 
 def logs_of_validation(bench: Bench) -> Any:
@@ -149,9 +143,6 @@ def logs_of_hooks(bench: Bench) -> Any:
     return fit_and_look(bench, Logs)
 
 
-logs_of_hooks.reference = "plain"  # the loss that hooks get is that of all rows
-
-
 def log_dict(bench: Bench) -> Any:
     class Logs(Net):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
@@ -201,9 +192,6 @@ def metric_objects(bench: Bench) -> Any:
             self.log("val_error", self.val_error, metric_attribute="val_error")
 
     return fit_and_look(bench, Logs, validate=True)
-
-
-metric_objects.reference = "plain"  # DDP's value of a step is that of one rank
 
 
 def metric_collections(bench: Bench) -> Any:

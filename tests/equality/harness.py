@@ -105,9 +105,7 @@ def record_model(
     Returns:
         Losses, gradients and metrics of every step, the final state, and fields of the plan.
     """
-    if strategy_kwargs is not None:
-        # The reference is one device. By default numbers are those of DDP (test_ranks.py).
-        strategy_kwargs = {"batch_scope": "global", **strategy_kwargs}
+    strategy_kwargs = _one_device_contract(strategy_kwargs)
     dtype = torch.float64 if precision == "64-true" else torch.float32
     num_samples = samples * steps * accumulate
     model, rows = _model_and_rows(model_class, model_kwargs, num_samples, dtype)
@@ -135,6 +133,13 @@ def record_model(
         "state": {k: v.detach().clone() for k, v in model.state_dict().items()},
         **_plan_fields(getattr(trainer.strategy, "plan", None)),
     }
+
+
+def _one_device_contract(strategy_kwargs: dict[str, Any] | None) -> dict[str, Any] | None:
+    """Return options with `batch_scope="global"`: by default numbers are DDP's (test_ranks.py)."""
+    if strategy_kwargs is None:
+        return None
+    return {"batch_scope": "global", **strategy_kwargs}
 
 
 def _model_and_rows(

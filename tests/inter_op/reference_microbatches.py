@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from alpa_strategy.ir.graph import StepGraph, run_step
+from alpa_strategy.ir.graph import StepGraph
+from alpa_strategy.ir.run_step import run_step
 from alpa_strategy.microbatch.rules import cut, joined, rows
 from alpa_strategy.microbatch.transform import MicroStep
 

@@ -21,7 +21,8 @@ from torch.utils import _pytree as pytree
 
 from alpa_strategy.capture.capture import capture_step
 from alpa_strategy.errors import PlanError
-from alpa_strategy.ir.graph import StepGraph, run_step
+from alpa_strategy.ir.graph import StepGraph
+from alpa_strategy.ir.run_step import run_step
 from alpa_strategy.microbatch.rules import cut, joined, rows
 from alpa_strategy.microbatch.transform import MicroStep, microbatch
 

@@ -16,8 +16,8 @@ from proofs.thread_mesh import ThreadMesh, run_on_threads
 from alpa_strategy.capture.capture import capture_step
 from alpa_strategy.comm.random import ShardedRandom
 from alpa_strategy.cost.measured import time_call
-from alpa_strategy.ir.graph import run_step
 from alpa_strategy.ir.placement import Layout, value_layout
+from alpa_strategy.ir.run_step import run_step
 from alpa_strategy.lower.codegen import lower
 
 META = torch.device("meta")

@@ -28,9 +28,9 @@ from alpa_strategy.inter_op.subgraph import cluster_layers, slice_stage
 from alpa_strategy.intra_op.build import OptionTables
 from alpa_strategy.intra_op.build import build as build_problem
 from alpa_strategy.intra_op.decode import decode
-from alpa_strategy.ir.graph import run_step
 from alpa_strategy.ir.optimizer_info import OptimizerInfo
 from alpa_strategy.ir.plan import ParameterPlan, Predicted, stage_ranks
+from alpa_strategy.ir.run_step import run_step
 from alpa_strategy.microbatch.transform import microbatch
 from alpa_strategy.options import PlanOptions
 from alpa_strategy.pipeline.build import StagePlaces, build_pipeline, stage_randoms

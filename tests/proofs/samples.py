@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from alpa_strategy.capture.capture import capture_step
-from alpa_strategy.ir.graph import run_step
 from alpa_strategy.ir.op import OpCall
+from alpa_strategy.ir.run_step import run_step
 
 _DTYPES = (torch.float64, torch.float32, torch.complex128, torch.int64, torch.bool)
 
