@@ -115,8 +115,6 @@ PROGRAMS = {
         Scripted,
         WritesAnswers,
         EvaluatesInside,
-        TimesRanks,
-        TimesRanksByGroup,
         LengthsLater,
         ManyLengths,
         SparseTables,
@@ -125,8 +123,6 @@ PROGRAMS = {
         CopiesItsNet,
         HookOfAWeight,
         HookOfWhatIsMade,
-        CountsNames,
-        CountsRecords,
     )
 }
 

@@ -293,43 +293,14 @@ def test_names_that_are_not_computed_with_stay_captured(pool, tmp_path) -> None:
     assert not any(rank["is_written"][0] for rank in per_rank)
 
 
-def captured_warnings(name: str, root: str, options: dict[str, Any]) -> list[str]:
-    """What rank 0 is warned of where a step must be captured."""
-    module = getattr(programs, name)().double()
-    strategy = AlpaStrategy(cluster="pcie_8gpu", verbose=False, **options)
-    arguments = {
-        **QUIET,
-        **module.arguments,
-        "max_epochs": 1,
-        "max_steps": 1,
-        "precision": "64-true",
-    }
-    trainer = pl.Trainer(
-        strategy=strategy, accelerator="cpu", devices=RANKS, default_root_dir=root, **arguments
-    )
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        trainer.fit(module)
-    assert not strategy.plan.is_eager
-    return [
-        str(each.message) for each in caught if "for the 4 rows of this rank" in str(each.message)
-    ]
-
-
 @pytest.mark.parametrize(
-    "options",
-    [{"capture": "require"}, {"batch_scope": "rank"}, {"placements": {"*": "R*"}}],
-    ids=str,
+    "name", ["CountsNames", "CountsRecords", "TimesRanks", "TimesRanksByGroup"]
 )
-def test_required_capture_warns_of_lists_of_local_samples(pool, tmp_path, options) -> None:
-    (said, others) = pool.run(RANKS, captured_warnings, "CountsNames", str(tmp_path), options)
-    assert len(said) == 1, said
-    assert (
-        "computes with the batch's [2], for the 4 rows of this rank, and would have the 8 of all 2"
-        in said[0]
-    )
-    assert not others
-    assert pool.run(RANKS, captured_warnings, "LooksAtNames", str(tmp_path), options) == [[], []]
+def test_numbers_of_a_rank_stay_captured(pool, under_ddp, tmp_path, name: str) -> None:
+    """Lists with an item per sample, and the number of ranks, are what they are on each rank."""
+    per_rank = pool.run(RANKS, train, name, "alpa", str(tmp_path))
+    check_equal(under_ddp(name), per_rank)
+    assert not any(any(rank["is_written"]) for rank in per_rank)
 
 
 def test_shards_cannot_be_pruned(pool, tmp_path) -> None:
@@ -451,16 +422,3 @@ def test_a_resumed_run_is_not_captured_again(pool, tmp_path) -> None:
     assert steps == 2 * programs.BATCHES
     assert "the checkpoint is of a training with eager steps" not in lines[0]
     assert "the checkpoint is of a training with eager steps" in lines[1]
-
-
-def warned(name: str, root: str) -> list[str]:
-    """What this rank is warned of in a program's training."""
-    with warnings.catch_warnings(record=True) as found:
-        warnings.simplefilter("always")
-        train(name, "alpa", root)
-    return [str(each.message) for each in found if "that follow run eagerly" in str(each.message)]
-
-
-@pytest.mark.parametrize(("name", "times"), [("CapturableAtFirst", 1), ("ReadsItsLoss", 0)])
-def test_a_training_that_becomes_ddps_says_so_once(pool, tmp_path, name: str, times: int) -> None:
-    assert list(map(len, pool.run(RANKS, warned, name, str(tmp_path)))) == [times, 0]

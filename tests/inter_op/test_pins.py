@@ -29,9 +29,9 @@ def plan(model="mlp", rows=8, devices=4, cluster=None, choose=None, **options):
     cluster = cluster or ClusterSpec.load(
         "pcie_8gpu", {"num_nodes": 1, "devices_per_node": devices}
     )
-    return make_plan(
-        module, module.example_batch(rows), cluster, PlanOptions.from_user(**options), choose=choose
-    )
+    options = {"batch_scope": "global", **options}
+    batch = module.example_batch(rows * cluster.num_devices)
+    return make_plan(module, batch, cluster, PlanOptions.from_user(**options), choose=choose)
 
 
 @pytest.mark.parametrize(
@@ -92,7 +92,7 @@ def plan(model="mlp", rows=8, devices=4, cluster=None, choose=None, **options):
             "this cannot be met by schedule='GPipe' on 2 devices with logical_mesh=[2]",
             "use more devices, or leave logical_mesh out",
         ),
-        ({"num_microbatches": 3}, "num_microbatches=3 does not divide the 8 rows", ""),
+        ({"num_microbatches": 3}, "num_microbatches=3 does not divide the 32 rows", ""),
     ],
 )
 def test_the_error_says_which_pin_and_what_can_be_had(options, problem, fix):

@@ -210,7 +210,11 @@ def build(cases, schedule, num_microbatches, num_layers, tied=False, cluster=Non
     micro = MicroStep(
         num_microbatches,
         microbatch_graph(num_layers, rows),
-        states={LOSS: SUM, ROW_MEANS: MicrobatchPlacement("rows", 0), COUNT: WHOLE},
+        states={
+            LOSS: SUM,
+            ROW_MEANS: MicrobatchPlacement("rows", 0, dist.get_world_size()),
+            COUNT: WHOLE,
+        },
     )
     spec = PipelineSpec(micro, tuple(specs), schedule, tuple(shared), cluster)
     return net, Pipeline(spec, own, torch.device("cpu")), own
