@@ -44,7 +44,7 @@ from alpa_strategy.intra_op.solver.lagrangian import Neighbourhood
 from alpa_strategy.ir.plan import Plan
 from alpa_strategy.planner.pipeline_search import plan_pipeline
 from alpa_strategy.planner.task import PlanTask
-from alpa_strategy.schedules import SCHEDULES, in_flight, why_not
+from alpa_strategy.schedules import SCHEDULES, in_flight, refusal
 
 HEAT = 0.02  # by what share a change may be worse to be taken once in e times
 LOOKS = 20  # at what a chain of layouts has come to
@@ -115,7 +115,7 @@ class Space(StageSpace):
             or (v > 1 and len(set(sizes)) > 1)
         ):
             return None
-        if why_not(schedule, ranks, job.num_microbatches) or sum(counts) != job.num_layers:
+        if refusal(schedule, ranks, job.num_microbatches) or sum(counts) != job.num_layers:
             return None
         cuts = list(accumulate(counts, initial=0))
         if v > 1:

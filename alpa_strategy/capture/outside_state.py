@@ -12,12 +12,12 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
 from alpa_strategy.capture.kept_state import (
-    Kept,
-    KeptNames,
-    KeptState,
+    NamesSnapshot,
     OfData,
-    kept_in,
+    Snapshot,
+    StateSnapshot,
     restored,
+    snapshots_in,
     state_of,
 )
 from alpa_strategy.capture.python_state import (
@@ -59,11 +59,13 @@ def globals_kept(
     files = _named_files(methods, named)
     installed = _installed_modules(module, files, kinds)
 
-    snapshots: list[Kept] = []
+    snapshots: list[Snapshot] = []
     for path, namespace in files.items():
         is_noticed = path not in installed
         counted = frozenset(named)
-        snapshots.append(KeptNames(path, namespace, dict(namespace), is_noticed, counted=counted))
+        snapshots.append(
+            NamesSnapshot(path, namespace, dict(namespace), is_noticed, counted=counted)
+        )
 
     values = _values_of(files, named)
     for method in methods:
@@ -73,7 +75,7 @@ def globals_kept(
     for place, name, value in values:
         if _may_change(name, value):
             is_noticed = place.rpartition(".")[0] not in installed
-            snapshots += kept_in(value, place, seen, is_noticed=is_noticed, named=named)
+            snapshots += snapshots_in(value, place, seen, is_noticed=is_noticed, named=named)
 
     caches = _caches(files, kinds)
     try:
@@ -218,10 +220,10 @@ def fields_kept(owner: Any, *functions: Any) -> AbstractContextManager[dict[str,
             if name in names:
                 values.append((name, name, value))
 
-    snapshots: list[Kept] = []
+    snapshots: list[Snapshot] = []
     for place, name, value in values:
         if _may_change(name, value):
-            snapshots += kept_in(value, place, seen)
+            snapshots += snapshots_in(value, place, seen)
 
     used: list[Any] = []
     for snapshot in snapshots:
@@ -234,7 +236,7 @@ def fields_kept(owner: Any, *functions: Any) -> AbstractContextManager[dict[str,
     for value in used:
         if isinstance(value, Tensor) and value.numel() <= MAX_ITEMS:
             tensor = value.detach()
-            snapshots.append(KeptState("", tensor, state_of(tensor)))
+            snapshots.append(StateSnapshot("", tensor, state_of(tensor)))
     return restored(snapshots)
 
 

@@ -560,7 +560,7 @@ def _dicts_in(attributes: dict[str, Any]) -> list[dict[Any, Any]]:
     dicts = [value for value in attributes.values() if isinstance(value, dict)]
     inner = []
     for value in attributes.values():
-        for snapshot_of_value in kept_state.kept_in(value, "", set()):
+        for snapshot_of_value in kept_state.snapshots_in(value, "", set()):
             if isinstance(snapshot_of_value.items, dict):
                 inner.append(snapshot_of_value.items)
     return [attributes, *dicts, *inner]

@@ -26,8 +26,8 @@ from alpa_strategy.schedules import (
     SCHEDULES,
     in_flight,
     in_flight_by_stage,
+    refusal,
     seconds_of_many,
-    why_not,
 )
 
 PRECISION = 4e-3
@@ -287,7 +287,7 @@ def _waiting(costs: _Costs, name: str, v: int, index: int) -> float:
         or rest
         or ranks < 2
         or ranks * v > job.num_layers
-        or why_not(name, ranks, job.num_microbatches)
+        or refusal(name, ranks, job.num_microbatches)
     ):
         return math.inf
     L, layers = job.num_layers, np.arange(job.num_layers)

@@ -17,7 +17,7 @@ from alpa_strategy.inter_op.subgraph import boundary_bytes, cluster_layers, defa
 from alpa_strategy.intra_op.restrict import matching
 from alpa_strategy.ir.graph import StepGraph
 from alpa_strategy.options import PlanOptions
-from alpa_strategy.schedules import SCHEDULES, why_not
+from alpa_strategy.schedules import SCHEDULES, refusal
 
 Place = tuple[int, int]  # of a mesh: its first device's place, and how many there are
 
@@ -58,7 +58,7 @@ def check_pins(step: StepGraph, cluster: ClusterSpec, options: PlanOptions) -> N
     if schedule is None or count is None:
         return
     meshes = {ranks for n, ranks in possible[schedule] if wanted in (None, n)}
-    reasons = {why_not(schedule, ranks, count) for ranks in sorted(meshes)}
+    reasons = {refusal(schedule, ranks, count) for ranks in sorted(meshes)}
     if reasons and None not in reasons:
         raise PlanError(
             f"num_microbatches={count} cannot be met: {'; '.join(sorted(filter(None, reasons)))}",

@@ -97,7 +97,7 @@ class StageChoice:
 def solve_stages(
     tables: StageTables,
     num_devices: int,
-    terms: PipelineLatency,
+    latency: PipelineLatency,
     in_flight: Sequence[int],
     memory_limit: float = float("inf"),
     num_stages: Sequence[int] | None = None,
@@ -117,7 +117,7 @@ def solve_stages(
         sender_share: see there; below 1 the optimum is found up to `GRID` more.
     """
     search = _Search(
-        tables, num_devices, terms, in_flight, memory_limit, num_stages, steps, sender_share
+        tables, num_devices, latency, in_flight, memory_limit, num_stages, steps, sender_share
     )
     best: StageChoice | None = None
     limit = known
@@ -163,7 +163,7 @@ class _Search:
 
     tables: StageTables
     num_devices: int
-    terms: PipelineLatency
+    latency: PipelineLatency
     in_flight: Sequence[int]
     memory_limit: float
     num_stages: Sequence[int] | None
@@ -171,7 +171,7 @@ class _Search:
     sender_share: float
 
     def __post_init__(self) -> None:
-        tables, terms = self.tables, self.terms
+        tables = self.tables
         self.num_layers, _, self.num_submeshes, _ = tables.seconds.shape
         most = min(len(self.in_flight), self.num_layers)
         allowed = range(1, most + 1) if self.num_stages is None else self.num_stages
@@ -194,7 +194,9 @@ class _Search:
             self.sender_share < 1 and self.levels.size
         ):  # a round trip may take any time between these, or longer
             low = max(float(self.levels[0]), 1e-9)
-            high = float(self.levels[-1]) + terms.steady * float(tables.boundary.max(initial=0.0))
+            high = float(self.levels[-1]) + self.latency.steady * float(
+                tables.boundary.max(initial=0.0)
+            )
             steps_up = np.arange(np.log(max(high / low, 1.0)) / np.log1p(GRID) + 2)
             self.levels = np.union1d(self.levels, low * (1 + GRID) ** steps_up)
 
@@ -219,12 +221,12 @@ class _Search:
         seconds = np.where(finite, seconds, 0.0)
         busy = np.where(finite, np.maximum(seconds + self.sender_share * wire, wire / 2), 0.0)
         # One way to add it up: to the last bit, a stage is not above its own level.
-        second = self.terms.steady * busy + self.steps * np.where(finite, once, 0.0)
+        second = self.latency.steady * busy + self.steps * np.where(finite, once, 0.0)
         return StageOption(
             wire,
             following,
             left,
-            np.where(finite, self.terms.warmup * (seconds + wire), np.inf),
+            np.where(finite, self.latency.warmup * (seconds + wire), np.inf),
             second,
         )
 
@@ -280,8 +282,8 @@ class _Search:
             if self.sender_share < 1:
                 # The round trip of a micro-batch through all stages from here on.
                 finite = np.where(np.isfinite(now), now, 0.0)
-                trips = finite / (self.terms.warmup * self.in_flight[s - 1])
-                now[self.terms.steady * trips > threshold] = np.inf
+                trips = finite / (self.latency.warmup * self.in_flight[s - 1])
+                now[self.latency.steady * trips > threshold] = np.inf
             origins.append(origin)
             after = now
             if s in self.allowed:
@@ -394,5 +396,5 @@ class _Search:
             first, submesh = last, following
         if self.sender_share < 1:
             trips = [sum(after[i:]) / self.in_flight[count - i - 1] for i in range(count)]
-            bottleneck = max(bottleneck, self.terms.steady * max(trips))
-        return StageChoice(tuple(stages), self.terms.warmup * sum(after) + bottleneck, bottleneck)
+            bottleneck = max(bottleneck, self.latency.steady * max(trips))
+        return StageChoice(tuple(stages), self.latency.warmup * sum(after) + bottleneck, bottleneck)

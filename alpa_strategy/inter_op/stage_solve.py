@@ -424,8 +424,8 @@ class StageSolver:
             ops=(request.first, request.last),
             collectives=tuple(_per_step(c, count, request.remat) for c in plan.collectives),
             remat=request.remat,
-            ahead_bytes=ahead,
-            remat_cuts=tuple(request.first + start for start in found.starts[1:]),
+            prefetched_bytes=ahead,
+            recompute_splits=tuple(request.first + start for start in found.starts[1:]),
             forward_seconds=cost.forward,
             backward_seconds=cost.backward + (cost.forward if request.remat else 0.0),
         )

@@ -263,19 +263,19 @@ def _gathered(
 # can be hidden, and as there is room for.
 
 
-def begun(sizes: Sequence[int], ahead_bytes: int) -> Iterator[int]:
+def begun(sizes: Sequence[int], prefetched_bytes: int) -> Iterator[int]:
     """For every gathering, in the order of the program: how many have begun when it is waited for.
 
     Args:
-        sizes: bytes of each. ahead_bytes: of those at most that have begun beyond the one that is
-            waited for.
+        sizes: bytes of each.
+        prefetched_bytes: most bytes that are gathered in addition to the one that is waited for.
     """
     count = under_way = 0
     for number, size in enumerate(sizes):
         if count <= number:
             count, under_way = number + 1, size
         under_way -= size
-        while count < len(sizes) and under_way + sizes[count] <= ahead_bytes:
+        while count < len(sizes) and under_way + sizes[count] <= prefetched_bytes:
             under_way += sizes[count]
             count += 1
         yield count
@@ -290,7 +290,7 @@ class _Gathering(NamedTuple):
 
 
 def bytes_ahead(intra: IntraOp, assignment: Sequence[int], room: float) -> int:
-    """`StagePlan.ahead_bytes` of an assignment, at most `room`."""
+    """`StagePlan.prefetched_bytes` of an assignment, at most `room`."""
     gatherings = sorted(_gatherings(intra, assignment), key=lambda each: each.op)
     of_ops = zip(intra.ops, assignment[len(intra.parameters) :], strict=False)
     before = np.cumsum([0.0, *(float(options.forward_seconds[k]) for options, k in of_ops)])
@@ -306,14 +306,16 @@ def bytes_ahead(intra: IntraOp, assignment: Sequence[int], room: float) -> int:
 
 
 def _forward_seconds(
-    gatherings: Sequence[_Gathering], before: np.ndarray, ahead_bytes: int
+    gatherings: Sequence[_Gathering], before: np.ndarray, prefetched_bytes: int
 ) -> float:
     """Of a forward whose links do one gathering after the other. before: [ops + 1] seconds of the
     ops up to each.
     """
     waited = link = 0.0
     ends: list[float] = []
-    for number, count in enumerate(begun([each.num_bytes for each in gatherings], ahead_bytes)):
+    for number, count in enumerate(
+        begun([each.num_bytes for each in gatherings], prefetched_bytes)
+    ):
         now = before[gatherings[number].op] + waited
         while len(ends) < count:
             link = max(link, now) + gatherings[len(ends)].seconds

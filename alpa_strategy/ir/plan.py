@@ -187,7 +187,7 @@ class StagePlan:
 
     # Op indices inside `ops`, ascending, that split the stage into recompute segments. (): the
     # stage is one segment.
-    remat_cuts: tuple[int, ...] = ()
+    recompute_splits: tuple[int, ...] = ()
 
     # Names of single ops that are recomputed, in a stage that stores its activations.
     recomputed: tuple[str, ...] = ()
@@ -205,17 +205,27 @@ class StagePlan:
 
     # Bytes of parameters that are gathered before their use (ZeRO-3), in the forward as in the
     # backward.
-    ahead_bytes: int = 0
+    prefetched_bytes: int = 0
 
     # Matmul -> number of chunks of its result: one is summed over devices while the next is
     # multiplied.
     num_chunks: dict[str, int] = field(default_factory=dict)
 
     @property
+    def remat_cuts(self) -> tuple[int, ...]:
+        """Deprecated name of `recompute_splits`."""
+        return self.recompute_splits
+
+    @property
+    def ahead_bytes(self) -> int:
+        """Deprecated name of `prefetched_bytes`."""
+        return self.prefetched_bytes
+
+    @property
     def spans(self) -> tuple[tuple[int, int], ...]:
         """(first, last + 1) op indices of each recompute segment."""
         first, last = self.ops
-        return tuple(pairwise((first, *self.remat_cuts, last)))
+        return tuple(pairwise((first, *self.recompute_splits, last)))
 
     @property
     def recomputed_ops(self) -> tuple[str, ...]:
@@ -471,7 +481,7 @@ def _check_stage(stage: StagePlan, path: str) -> None:
                     plan_file.FIX,
                 )
 
-    if not stage.remat_cuts:
+    if not stage.recompute_splits:
         return
     if not all(start < end for start, end in stage.spans):
         first, last = stage.ops

@@ -72,19 +72,23 @@ def before_first_use(definitions: Sequence[Line], lines: Sequence[Line]) -> list
     return result
 
 
-def launch_early(lines: Sequence[Line], ahead_bytes: int = 0) -> list[Line]:
+def launch_early(lines: Sequence[Line], prefetched_bytes: int = 0) -> list[Line]:
     """Split reshardings into a line that launches one and a line that waits for it.
 
     Early reshardings are launched before all other lines. Gathers of parameters are launched when
-    an earlier one is waited for, at most `ahead_bytes` before they are needed; with 0 they are not
-    split. Lines on which a launch depends move with it.
+    an earlier one is waited for, at most `prefetched_bytes` before they are needed; with 0 they are
+    not split. Lines on which a launch depends move with it.
     """
     gathers: list[int] = []
-    if ahead_bytes:
+    if prefetched_bytes:
         gathers = [number for number, line in enumerate(lines) if line.gathers]
     # gather -> number of gathers that are launched before it is waited for
     num_launched = dict(
-        zip(gathers, begun([lines[number].gathers for number in gathers], ahead_bytes), strict=True)
+        zip(
+            gathers,
+            begun([lines[number].gathers for number in gathers], prefetched_bytes),
+            strict=True,
+        )
     )
     makers: dict[str, int] = {}
     for number, line in enumerate(lines):

@@ -31,14 +31,14 @@ from alpa_strategy.microbatch.transform import MicroStep
 from alpa_strategy.pipeline.executor import Pipeline, PipelineSpec, SharedParameter
 from alpa_strategy.pipeline.per_step_values import PerStepValues
 from alpa_strategy.pipeline.stage_program import Span, StageInputs, StageProgram, Values
-from alpa_strategy.pipeline.stage_worker import OwnStage
+from alpa_strategy.pipeline.stage_worker import LocalStage
 from alpa_strategy.runtime.mesh_parameters import MeshParameters
 from alpa_strategy.schedules import actions
 from alpa_strategy.sharding.cross_mesh import StageSpec
 
 
 @dataclass(frozen=True)
-class StagePlaces:
+class StageDevices:
     """The devices of this rank's stages, and how programs are made for them: the same for all
     pipelines of a job.
     """
@@ -70,7 +70,7 @@ def build_pipeline(
     micro: MicroStep,
     stages: Sequence[StagePlan],
     schedule: str,
-    places: StagePlaces,
+    places: StageDevices,
     stores: Mapping[int, MeshParameters],
     held: Sequence[Mapping[str, ParameterPlan]] | None = None,
 ) -> Pipeline:
@@ -106,7 +106,7 @@ def build_pipeline(
             warnings.warn(f"alpa: compile: {reason}: stages run uncompiled", stacklevel=2)
         places = replace(places, compiler=None, overlaps=False)
 
-    own: dict[int, OwnStage] = {}
+    own: dict[int, LocalStage] = {}
     for index, (stage_graph, stage, mesh) in enumerate(
         zip(graphs, stages, places.meshes, strict=True)
     ):
@@ -116,7 +116,7 @@ def build_pipeline(
         buffers: dict[str, Any] = {COUNTERS: {}}
         buffers |= {b.name: module.get_buffer(b.name) for b in stage_graph.buffers}
         names = _names_with_gradients(index, stage_graph, shared)
-        own[index] = OwnStage(
+        own[index] = LocalStage(
             program=program,
             store=stores[index],
             mesh=mesh,
@@ -149,7 +149,7 @@ def _splits_backward(schedule: str, stages: Sequence[StagePlan], num_microbatche
 
 
 def _program(
-    index: int, graph: StepGraph, stage: StagePlan, places: StagePlaces, store: MeshParameters
+    index: int, graph: StepGraph, stage: StagePlan, places: StageDevices, store: MeshParameters
 ) -> tuple[StageProgram, PerStepValues]:
     """Return the program of a stage for a micro-batch, and the values that it computes from its
     parameters once per step.
@@ -177,7 +177,7 @@ def _program(
         samples = [inputs.batch[index_in_batch[leaf.value]] for leaf in span.batch]
         received = [inputs.received[value] for value in span.received]
         parameters = per_step.beside(inputs.parameters, inputs.buffers)
-        with store.regather_hooks(stage.ahead_bytes) if regathers else nullcontext():
+        with store.regather_hooks(stage.prefetched_bytes) if regathers else nullcontext():
             return program(parameters, inputs.buffers, samples, received)
 
     spans: list[Span] = []

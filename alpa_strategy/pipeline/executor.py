@@ -24,7 +24,7 @@ from alpa_strategy.ir.placement import Layout
 from alpa_strategy.microbatch.rules import WHOLE, cut, joined, rows
 from alpa_strategy.microbatch.transform import MicroStep
 from alpa_strategy.pipeline.stage_program import Values
-from alpa_strategy.pipeline.stage_worker import OwnStage, StageWorker, sends_of
+from alpa_strategy.pipeline.stage_worker import LocalStage, StageWorker, sends_of
 from alpa_strategy.runtime.mesh_parameters import MeshParameters
 from alpa_strategy.schedules import actions
 from alpa_strategy.sharding.cross_mesh import (
@@ -101,7 +101,7 @@ class Pipeline:
     def __init__(
         self,
         spec: PipelineSpec,
-        own: Mapping[int, OwnStage],
+        own: Mapping[int, LocalStage],
         device: torch.device,
         group: Any = None,
     ) -> None:
@@ -464,7 +464,7 @@ class SharedSum:
         self,
         shared: SharedParameter,
         spec: PipelineSpec,
-        own: Mapping[int, OwnStage],
+        own: Mapping[int, LocalStage],
         rank: int,
         transfer: Callable[..., Transfer],
     ) -> None:

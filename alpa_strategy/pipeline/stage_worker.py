@@ -39,7 +39,7 @@ def sends_of(orders: Orders) -> Sends:
 
 
 @dataclass
-class OwnStage:
+class LocalStage:
     """A stage on this rank. Stages on one mesh may have the same `store`."""
 
     program: StageProgram
@@ -131,7 +131,7 @@ class StageWorker:
         own: its program, parameters and mesh; its buffers are updated in place.
     """
 
-    def __init__(self, index: int, spec: StageSpec, own: OwnStage) -> None:
+    def __init__(self, index: int, spec: StageSpec, own: LocalStage) -> None:
         self.index = index
         self.spec = spec
         self._own = own

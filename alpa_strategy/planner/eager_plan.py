@@ -235,7 +235,7 @@ def plan_eager(
         collectives=(),
         predicted=predicted,
         shapes={parameter.name: parameter.meta.shape for parameter in parameters},
-        ahead_bytes=int(storage.prefetch_bytes + more_prefetched),
+        prefetched_bytes=int(storage.prefetch_bytes + more_prefetched),
     )
     reason = " ".join(why.problem.split())
     return Plan(

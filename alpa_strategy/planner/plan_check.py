@@ -21,7 +21,7 @@ from alpa_strategy.intra_op.overlap import product_of
 from alpa_strategy.ir.graph import ParameterInput, StepGraph
 from alpa_strategy.ir.placement import DualLayout, dual_layout_to_str
 from alpa_strategy.ir.plan import ParameterPlan, Plan, StagePlan, Storage, modes_text, stage_ranks
-from alpa_strategy.schedules import SCHEDULES, mesh_of, why_not
+from alpa_strategy.schedules import SCHEDULES, mesh_of, refusal
 from alpa_strategy.sharding.strategies import axis_strategies, localize
 
 _FIX = "undo the edit, or leave the file out: the run then makes a new plan"
@@ -125,7 +125,7 @@ def _check_schedule(plan: Plan) -> None:
         return
     # Meshes are numbered by their first stage.
     meshes = list(dict.fromkeys(stage_ranks(stage) for stage in plan.stages))
-    reason = why_not(plan.schedule, len(meshes), plan.num_microbatches)
+    reason = refusal(plan.schedule, len(meshes), plan.num_microbatches)
     if reason is None:
         holders = [mesh_of(plan.schedule, len(meshes), index) for index in range(len(plan.stages))]
         per_mesh, rest = divmod(len(plan.stages), len(meshes))

@@ -99,7 +99,7 @@ class ParameterStore:
         self.copies = copies
 
         # Bytes of full parameters that may be prefetched.
-        self.ahead_bytes = max((stage.ahead_bytes for stage in stages), default=0)
+        self.prefetched_bytes = max((stage.prefetched_bytes for stage in stages), default=0)
 
         # By stage, and by id of the mesh: stages on one mesh share their parameters.
         self.of_stage: dict[int, MeshParameters] = {}
@@ -187,14 +187,14 @@ class ParameterStore:
         """Return the step's name of one of `parameters`."""
         return self._known[parameter].name
 
-    def whole_shape(self, parameter: nn.Parameter) -> torch.Size:
+    def full_shape(self, parameter: nn.Parameter) -> torch.Size:
         """Return the full shape of a parameter in the module."""
         known = self._known.get(parameter)
         return parameter.shape if known is None else known.shape
 
-    def whole_bytes(self, parameters: Iterable[nn.Parameter]) -> int:
+    def full_bytes(self, parameters: Iterable[nn.Parameter]) -> int:
         """Return the bytes of all `parameters` at their full shapes."""
-        return sum(self.whole_shape(p).numel() * p.element_size() for p in parameters)
+        return sum(self.full_shape(p).numel() * p.element_size() for p in parameters)
 
     def is_on_host(self, parameter: nn.Parameter) -> bool:
         """Whether this rank's shard is stored in host memory."""
@@ -316,7 +316,7 @@ class ParameterStore:
         for mesh in self._meshes.values():
             mesh.finish_backward(completed)
 
-    def give_gradient(self, parameter: nn.Parameter, whole: Tensor) -> None:
+    def store_gradient(self, parameter: nn.Parameter, whole: Tensor) -> None:
         """Store this rank's shard of `whole`, a full gradient that is complete already."""
         known = self._known.get(parameter)
         if known is None:
@@ -360,7 +360,7 @@ class ParameterStore:
             dist.broadcast(whole, group=self.mesh.whole.group, group_src=known.source)
         return whole
 
-    def whole_in_step(self, parameter: nn.Parameter) -> Tensor:
+    def unsharded_for_autograd(self, parameter: nn.Parameter) -> Tensor:
         """Return the full parameter, differentiable, for code that all ranks run alike. Collective.
 
         The gradient of the result is complete on every rank.
@@ -443,7 +443,7 @@ class ParameterStore:
             return whole
         return whole.new_empty(0) if known.local is None else known.local.shard_like(whole)
 
-    def take_whole(self, parameter: nn.Parameter, whole: Tensor, part: Tensor) -> None:
+    def load_full(self, parameter: nn.Parameter, whole: Tensor, part: Tensor) -> None:
         """Write new values into this rank's shard, and into a copy that is gathered for the step.
 
         Does nothing if this rank stores none of the parameter.
@@ -455,7 +455,7 @@ class ParameterStore:
         """
         local = self._known[parameter].local
         if local is not None:
-            local.take_whole(whole, part)
+            local.load_full(whole, part)
 
 
 def _start_gather_in_one(
@@ -496,6 +496,6 @@ def _start_gather_in_one(
     return wait
 
 
-def all_whole() -> ParameterStore:
+def unsharded_store() -> ParameterStore:
     """Return the store of a module without sharded parameters. No communication."""
     return ParameterStore(nn.Module(), (), (), (), build_mesh((world_size(),)))

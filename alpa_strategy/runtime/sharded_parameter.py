@@ -209,7 +209,7 @@ class ShardedParameter:
             local = host_copy(piece)
         return local.view(self.local_shape)
 
-    def take_whole(self, whole: Tensor, part: Tensor) -> None:
+    def load_full(self, whole: Tensor, part: Tensor) -> None:
         """Write new values into the shard, and into the copy that is gathered for the step.
 
         Args:
@@ -465,7 +465,7 @@ def _replicated_placement(mode: ParameterMode) -> DualPlacement:
     return INVARIANT if mode.storage is Storage.INVARIANT else REPLICATE
 
 
-def are_held(parameters: Sequence[nn.Parameter]) -> list[bool]:
+def have_other_users(parameters: Sequence[nn.Parameter]) -> list[bool]:
     """Return for each parameter whether another object uses its memory, and would not follow it
     when its data is replaced by a shard.
 

@@ -31,7 +31,7 @@ from alpa_strategy.options import PlanOptions
 from alpa_strategy.planner.one_stage import whole_batch, whole_step_request
 from alpa_strategy.planner.pipeline_search import PipelineSearch, plan_pipeline
 from alpa_strategy.planner.task import PlanTask
-from alpa_strategy.schedules import SCHEDULES, in_flight_by_stage, timeline, why_not
+from alpa_strategy.schedules import SCHEDULES, in_flight_by_stage, refusal, timeline
 
 ADAM = OptimizerInfo()
 PAIRS = (
@@ -199,7 +199,7 @@ def test_no_simulated_pipeline_is_below_the_bound(seed):
                     and len(set(meshes)) == 1
                     and p > v
                 )
-                if fits and sizes[meshes[0]] * p == v * D and not why_not(name, p // v, count):
+                if fits and sizes[meshes[0]] * p == v * D and not refusal(name, p // v, count):
                     best = min(best, simulated(name, seconds, per_step, count, v, wires, overhead))
     assert bound <= best * (1 + 1e-9)
     assert bound >= best / 2 or not may_be.all(), "it says something"
@@ -254,7 +254,7 @@ def best_that_fits(
                 are_equal = len(set(meshes)) == 1 and ranks > 1
                 is_regular = v == 1 or are_equal
                 covers = sizes[list(meshes)].sum() == v * num_devices
-                if rest or not is_regular or not covers or why_not(name, ranks, count):
+                if rest or not is_regular or not covers or refusal(name, ranks, count):
                     continue
                 alive = in_flight_by_stage(name, ranks, count, v)
                 ends = zip(pairwise((0, *cuts, L)), meshes, alive, strict=True)

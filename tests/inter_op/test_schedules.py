@@ -14,17 +14,17 @@ from alpa_strategy.errors import PlanError
 from alpa_strategy.schedules import (
     SCHEDULES,
     actions,
+    closed_form,
     in_flight,
     mesh_of,
+    refusal,
     seconds_of_many,
-    terms,
     timeline,
-    why_not,
 )
 
 CASES = [(s, v) for s in SCHEDULES for v in SCHEDULES[s].stages_per_mesh]
 sizes = st.tuples(st.sampled_from(CASES), st.integers(1, 6), st.integers(1, 24)).filter(
-    lambda case: why_not(case[0][0], case[1], case[2]) is None
+    lambda case: refusal(case[0][0], case[1], case[2]) is None
 )
 
 # Those that torch has as well; a schedule of our own is held to the laws below.
@@ -111,7 +111,7 @@ def test_equal_stages_take_the_closed_form(case):
     (schedule, v), num_meshes, num_microbatches = case
     num_stages = num_meshes * v
     timed = timeline(schedule, [1.0] * num_stages, [2.0] * num_stages, num_microbatches, num_meshes)
-    expected = seconds(terms(schedule, num_meshes, num_microbatches, v), [3.0] * num_stages)
+    expected = seconds(closed_form(schedule, num_meshes, num_microbatches, v), [3.0] * num_stages)
     assert max(s.end for s in timed) == pytest.approx(expected)
 
 
@@ -126,7 +126,7 @@ def test_unequal_stages_take_the_sum_and_the_slowest(schedule, forward, num_micr
     found = max(
         s.end for s in timeline(schedule, forward, [2 * f for f in forward], num_microbatches)
     )
-    formula = seconds(terms(schedule, len(forward), num_microbatches), total)
+    formula = seconds(closed_form(schedule, len(forward), num_microbatches), total)
     if schedule == "GPipe":
         assert found == pytest.approx(formula)
     assert formula - sum(total) + max(total) <= found + 1e-9
@@ -146,7 +146,7 @@ def test_a_boundary_costs_at_most_as_if_its_sender_waited_for_it(forward, wire, 
     charged = [3 * f + 2 * wire for f in forward]
     assert (
         max(s.end for s in timed)
-        <= seconds(terms("1F1B", len(forward), num_microbatches), charged) + 1e-9
+        <= seconds(closed_form("1F1B", len(forward), num_microbatches), charged) + 1e-9
     )
 
 
@@ -154,7 +154,7 @@ def test_a_schedule_that_cannot_run_says_why():
     with pytest.raises(PlanError, match="multiple of 2"):
         actions("Interleaved1F1B", 4, 9, 2)
     with pytest.raises(PlanError, match="unknown"):
-        terms("2F2B", 2, 4)
+        closed_form("2F2B", 2, 4)
 
 
 def test_messages_on_one_boundary_follow_each_other():

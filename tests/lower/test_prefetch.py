@@ -212,7 +212,7 @@ def test_the_backward_gathers_ahead_in_its_own_order(ahead):
     said: list[str] = []
     weights = [torch.eye(4, requires_grad=True) for _ in range(4)]
     x = torch.randn(2, 4, requires_grad=True)
-    with SavedTensorHooks(weights, ahead_bytes=ahead * weights[0].nbytes) as regather:
+    with SavedTensorHooks(weights, prefetched_bytes=ahead * weights[0].nbytes) as regather:
         y = x
         for number, weight in enumerate(weights):
             whole = weight.clone()
