@@ -145,7 +145,9 @@ def train(mesh, mode, accumulate=1, max_norm=None, clear=True, regather=False, b
 
 def gather_results(net, store, optimizer):
     """The full values, gradients and first moments of all parameters, by name."""
-    values, grads, moments = {}, {}, {}
+    values = {}
+    grads = {}
+    moments = {}
     for name, parameter in net.named_parameters():
         values[name] = store.gather(parameter)
         assert torch.equal(store.shard_like(parameter, values[name]), parameter.detach())
