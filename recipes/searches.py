@@ -33,8 +33,8 @@ from itertools import accumulate, combinations, pairwise, product
 import numpy as np
 
 from alpa_strategy.inter_op.equal_meshes import EqualMeshes
+from alpa_strategy.inter_op.mesh_options import allowed_shapes
 from alpa_strategy.inter_op.simulation import simulated_seconds
-from alpa_strategy.inter_op.stage_costs import allowed_shapes
 from alpa_strategy.inter_op.stage_dp import StageRange
 from alpa_strategy.inter_op.stage_problem import weighted
 from alpa_strategy.inter_op.stage_solve import StageRequest, StageSolver

@@ -299,17 +299,34 @@ def _followed(
         return np.array([own.index(layout) for layout in layouts])
     shape = graph.values[value].shape
     leading = graph.values[leader].shape if leader is not None else ()
-    found = []
+    indices = []
     for layout in layouts:
-        followed = tuple(
-            shard(d)
-            if (d := p.shard_dim) is not None and d < len(shape) and shape[d] == leading[d]
-            else INVARIANT
-            for p in layout
-        )
-        whole = (INVARIANT,) * len(layout)
-        found.append(own.index(followed if followed in own else whole))
-    return np.array(found)
+        followed = _followed_layout(layout, shape, leading)
+        if followed not in own:
+            followed = (INVARIANT,) * len(layout)
+        indices.append(own.index(followed))
+    return np.array(indices)
+
+
+def _followed_layout(
+    layout: DualLayout, shape: tuple[int, ...], leading: tuple[int, ...]
+) -> DualLayout:
+    """Return the layout that shards the same dims as the leader's `layout`, if they have the same
+    size.
+
+    Args:
+        shape: of the value that follows.
+        leading: shape of the leader.
+    """
+    placements = []
+    for placement in layout:
+        dim = placement.shard_dim
+        has_dim = dim is not None and dim < len(shape)
+        if dim is not None and has_dim and shape[dim] == leading[dim]:
+            placements.append(shard(dim))
+        else:
+            placements.append(INVARIANT)
+    return tuple(placements)
 
 
 def _priced(

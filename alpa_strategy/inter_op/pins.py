@@ -12,7 +12,7 @@ import numpy as np
 
 from alpa_strategy.cluster.spec import ClusterSpec
 from alpa_strategy.errors import OptionError, PlanError
-from alpa_strategy.inter_op.stage_costs import allowed_shapes, axis_counts
+from alpa_strategy.inter_op.mesh_options import allowed_shapes, axis_counts
 from alpa_strategy.inter_op.subgraph import boundary_bytes, cluster_layers, default_num_layers
 from alpa_strategy.intra_op.restrict import matching
 from alpa_strategy.ir.graph import StepGraph

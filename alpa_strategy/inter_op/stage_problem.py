@@ -1,10 +1,9 @@
-"""A stage's intra-op problem told apart: per micro-batch, once per step, kept always, kept per
-micro-batch in flight.
+"""A stage's intra-op problem, its costs split by when they arise: per micro-batch, once per step,
+always stored, and stored per micro-batch in flight.
 
-From the same `build` as a single stage. `weighted` puts the parts together again for a number of
-micro-batches,
-of which `alive` are in flight at once, with or without recomputation: the problem that the ILP solves
-for a stage. Where a stage recomputes, it does so span by span (`RematSpans`).
+It comes from the same `build` as that of a single stage. `weighted` adds the costs up for a number
+of micro-batches, of which `alive` are in flight at once, with or without recomputation: the problem
+that the ILP solves for a stage. A stage that recomputes does so segment by segment (`RematSpans`).
 """
 
 from bisect import bisect_left, bisect_right

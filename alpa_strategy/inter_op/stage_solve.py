@@ -9,7 +9,9 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 
 from alpa_strategy.errors import DoesNotFitError, PlanError
-from alpa_strategy.inter_op.stage_costs import StageCostTask, own_pins, structure
+from alpa_strategy.inter_op.equal_layers import structure
+from alpa_strategy.inter_op.mesh_options import options_of_part
+from alpa_strategy.inter_op.stage_costs import StageCostTask
 from alpa_strategy.inter_op.stage_fit import FittedStage, StageFit
 from alpa_strategy.inter_op.stage_problem import (
     RematSpans,
@@ -108,7 +110,7 @@ class PricedStage:
             return self.finest
         intra, pins = (
             RematSpans(self.whole, starts).split(),
-            own_pins(self.job.options, self.whole.step),
+            options_of_part(self.job.options, self.whole.step),
         )
         return take_apart(restrict(intra, pins, self.job.optimizer, self.request.pinned), starts)
 
@@ -203,7 +205,7 @@ class StageSolver:
             graph = stage_on(job.graph, request.first, request.last, mesh.num_devices)
             whole = stage_build(graph, tables, recompute_per_microbatch)
         intra = RematSpans(whole, request.starts).split()
-        intra = restrict(intra, own_pins(job.options, graph), job.optimizer, request.pinned)
+        intra = restrict(intra, options_of_part(job.options, graph), job.optimizer, request.pinned)
         if job.is_whole_batch and graph.received:  # its neighbours have other problems
             intra = least_of_equals(intra)
         whole, intra = self._pinned(whole), self._pinned(intra)

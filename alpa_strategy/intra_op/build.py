@@ -286,13 +286,14 @@ class _Builder:
         self._whole = tables.whole
         self.constants = constant_values(step)
         self.parameters = tuple(tables.parameter(p, step) for p in step.parameters)
-        options = (
-            # What all devices make whole has the first strategy alone, which repeats the op.
-            tables.repeated_op(op.call)
-            if self.constants.issuperset(op.results)
-            else tables.op(op.call)
-            for op in step.ops
-        )
+        options = []
+        for op in step.ops:
+            if self.constants.issuperset(op.results):
+                # All devices compute it in full: it has only the first strategy, which repeats the
+                # op.
+                options.append(tables.repeated_op(op.call))
+            else:
+                options.append(tables.op(op.call))
         self.ops = tuple(_with_resident_parameters(step, tuple(options), tables))
         self.choices: list[Choice] = []
         # value -> (the choice that makes it, its layout per strategy)

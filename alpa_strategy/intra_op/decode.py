@@ -142,17 +142,13 @@ def messages(intra: IntraOp, assignment: Sequence[int]) -> Iterator[Message]:
         )
         again.update(op.operands if op.name in runs_again else ())
     for first, value, source, targets in used_transfers(intra, assignment):
-        meta, own, once = (
-            step.values[value],
-            value in intra.gathered_again,
-            first in intra.per_step.ops,
-        )
+        meta = step.values[value]
+        own = value in intra.gathered_again
+        once = first in intra.per_step.ops
         for target in targets:
-            more = (
-                (value in saved) + (value in again)
-                if own and not once and is_gather(source, target)
-                else 0
-            )
+            more = 0
+            if own and not once and is_gather(source, target):
+                more = (value in saved) + (value in again)
             for reshard in reshard_steps(source, target, mesh.shape):
                 for kind, phase in reshard.collectives(meta.requires_grad):
                     num_bytes = round(reshard.share * meta.num_bytes)

@@ -63,18 +63,27 @@ def product_of(call: OpCall) -> Product | None:
     if call.target not in _PRODUCTS:
         return None
     rows, weight, bias, is_transposed = _PRODUCTS[call.target]
-    given = bind(call)
-    slots = given[rows], given[weight], given.get(bias) if bias else None
-    x, w, b = (slot.index if isinstance(slot, Slot) else None for slot in slots)
-    num_dims = []
-    for number in (x, w, b):
-        num_dims.append(0 if number is None else len(call.operands[number].shape))
-    num_segments = 1 if call.target is segmented_linear else 0
-    is_scaled = any(given.get(name, 1) != 1 for name in ("alpha", "beta"))
-    is_other = num_dims[0] < 2 or num_dims[1] != 2 + num_segments or num_dims[2] > 1 + num_segments
-    return (
-        None if x is None or w is None or is_scaled or is_other else Product(x, w, b, is_transposed)
-    )
+    arguments = bind(call)
+    x = _operand_number(arguments[rows])
+    w = _operand_number(arguments[weight])
+    b = _operand_number(arguments.get(bias)) if bias else None
+    if x is None or w is None:
+        return None
+    if any(arguments.get(name, 1) != 1 for name in ("alpha", "beta")):
+        return None
+
+    num_segment_dims = 1 if call.target is segmented_linear else 0
+    has_rows = len(call.operands[x].shape) >= 2
+    is_matrix = len(call.operands[w].shape) == 2 + num_segment_dims
+    is_vector = b is None or len(call.operands[b].shape) <= 1 + num_segment_dims
+    if not (has_rows and is_matrix and is_vector):
+        return None
+    return Product(x, w, b, is_transposed)
+
+
+def _operand_number(argument: Any) -> int | None:
+    """Return the number of the operand that an argument is; None if it is no tensor."""
+    return argument.index if isinstance(argument, Slot) else None
 
 
 def making_seconds(

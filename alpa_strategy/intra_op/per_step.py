@@ -40,12 +40,18 @@ class PerStep:
         """Names of the trainable parameters that `graph`, a part of the stage without `ops`,
         depends on.
         """
-        read = {value for op in graph.ops for value in op.operands} | {*graph.escaping, *graph.sent}
-        own = {p.name for p in graph.parameters if p.value in read and p.meta.requires_grad}
+        read = {*graph.escaping, *graph.sent}
+        for op in graph.ops:
+            read.update(op.operands)
+
+        names = set()
+        for parameter in graph.parameters:
+            if parameter.value in read and parameter.meta.requires_grad:
+                names.add(parameter.name)
         for derivation in self.derivations:
             if not read.isdisjoint(derivation.values):
-                own.update(derivation.parameters)
-        return own
+                names.update(derivation.parameters)
+        return names
 
 
 def casts_of_parameters(graph: StepGraph) -> dict[int, int]:

@@ -28,7 +28,7 @@ from alpa_strategy.ir.placement import DualLayout, Layout
 
 # Other packages import all nouns of a plan from here.
 __all__ = [
-    "AS_WRITTEN",
+    "EAGER_SCHEDULE",
     "FORMAT_VERSION",
     "Collective",
     "Fingerprint",
@@ -50,7 +50,7 @@ __all__ = [
 FORMAT_VERSION = 3
 
 # The `schedule` of a plan whose steps run eagerly. Plan files have this word.
-AS_WRITTEN = "as written"
+EAGER_SCHEDULE = "as written"
 
 # Larger numbers in a file are mistakes: the structures made from them would not fit into memory.
 MAX_DEVICES = 1 << 24
@@ -324,7 +324,7 @@ class Plan:
 
     num_microbatches: int = 1
 
-    # "none" for a single stage; `AS_WRITTEN` if steps run eagerly and the plan decides only how
+    # "none" for a single stage; `EAGER_SCHEDULE` if steps run eagerly and the plan decides only how
     # parameters are stored.
     schedule: str = "none"
 
@@ -362,7 +362,7 @@ class Plan:
     @property
     def is_eager(self) -> bool:
         """Whether every rank runs the user's step eagerly, on its local batch."""
-        return self.schedule == AS_WRITTEN
+        return self.schedule == EAGER_SCHEDULE
 
     @property
     def is_as_written(self) -> bool:

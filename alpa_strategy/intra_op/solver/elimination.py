@@ -82,24 +82,53 @@ def network_of(problem: Problem) -> Network | None:
             is_paid[id(cost)] = bool(cost.any())
         if not is_paid[id(cost)]:
             continue
-        ends = [transfer.producer, *(use.choice for use in transfer.uses)]
-        scope = tuple(dict.fromkeys(ends))
-        if math.prod(sizes[v] for v in scope) <= MAX_DIRECT_ENTRIES or len(transfer.uses) == 1:
-            key = (
-                id(transfer.cost), id(transfer.memory), id(transfer.source), *(id(use.layout) for use in transfer.uses),
-                *(scope.index(v) for v in ends), *(sizes[v] for v in scope),
-            )  # fmt: skip
-            if key not in known:
-                at = dict(
-                    zip(scope, np.ix_(*(range(sizes[v]) for v in scope)), strict=True)
-                )  # an axis of its own each
-                targets = [np.asarray(use.layout)[at[use.choice]] for use in transfer.uses]
-                source = np.asarray(transfer.source)[at[transfer.producer]]
-                known[key] = _paid_once(cost, source, targets, [sizes[v] for v in scope])
-            factors.append(Factor(scope, known[key]))
+        scope = tuple(dict.fromkeys(_choices_of(transfer)))
+        num_entries = math.prod(sizes[v] for v in scope)
+        if num_entries <= MAX_DIRECT_ENTRIES or len(transfer.uses) == 1:
+            factors.append(_direct_factor(transfer, scope, cost, sizes, known))
         elif not _through_layouts(transfer, cost, sizes, factors, known):
             return None
     return Network(tuple(sizes), tuple(factors), len(problem.choices))
+
+
+def _choices_of(transfer: Transfer) -> list[int]:
+    """Return the producer's choice and those of all uses; one choice may occur several times."""
+    return [transfer.producer, *(use.choice for use in transfer.uses)]
+
+
+def _direct_factor(
+    transfer: Transfer,
+    scope: tuple[int, ...],
+    cost: np.ndarray,
+    sizes: Sequence[int],
+    known: dict[tuple, np.ndarray],
+) -> Factor:
+    """Return a transfer's costs as one table over all its choices.
+
+    Args:
+        scope: the distinct choices.
+        cost: [problem, source layout, target layout]
+        sizes: of each choice, its number of strategies.
+        known: tables of equal transfers; gets this one.
+    """
+    choices = _choices_of(transfer)
+    shape = [sizes[v] for v in scope]
+    key = (
+        id(transfer.cost),
+        id(transfer.memory),
+        id(transfer.source),
+        *(id(use.layout) for use in transfer.uses),
+        *(scope.index(v) for v in choices),
+        *shape,
+    )
+    if key not in known:
+        # Each choice has an axis of the table.
+        axes = np.ix_(*(range(size) for size in shape))
+        strategies = dict(zip(scope, axes, strict=True))
+        source = np.asarray(transfer.source)[strategies[transfer.producer]]
+        targets = [np.asarray(use.layout)[strategies[use.choice]] for use in transfer.uses]
+        known[key] = _paid_once(cost, source, targets, shape)
+    return Factor(scope, known[key])
 
 
 def eliminate(
@@ -194,13 +223,18 @@ def _passed_on(
     constant = np.zeros(1)
     known: dict[tuple, np.ndarray] = {}
     for v in order:
-        rest = tuple(
-            sorted({u for f in holding[v] for u in f.scope} - {v}, key=position.__getitem__)
-        )
+        neighbours: set[int] = set()
+        for factor in holding[v]:
+            neighbours.update(factor.scope)
+        rest = tuple(sorted(neighbours - {v}, key=position.__getitem__))
+
         axis = {u: i for i, u in enumerate((v, *rest))}
+        tables = []
+        for factor in holding[v]:
+            tables.append((id(factor.table), *(axis[u] for u in factor.scope)))
         # Equal for buckets that join the same tables in the same way, as layers of one kind do:
-        # worked out once.
-        key = tuple(sorted((id(f.table), *(axis[u] for u in f.scope)) for f in holding[v]))
+        # their tables are computed once.
+        key = tuple(sorted(tables))
         if key not in known:
             known[key] = join(holding[v], (v, *rest), network.sizes).min(axis=1)
         messages[v] = Factor(rest, known[key])

@@ -182,17 +182,24 @@ def _eliminated(problem: Problem) -> Incumbent | None:
     return Incumbent(assignment if is_possible else None, float(minimum[0]), "elimination")
 
 
+def _or_one(value: float) -> float:
+    return value if value else 1.0
+
+
 def _least(problem: Problem, priced: PricedProblem, deadline: float) -> Incumbent:
     """The assignment with the fewest bytes among those of finite cost (ties: fewest seconds)."""
-    scale = sum(float(np.max(x.memory)) for x in problem.choices) or 1.0
-    total = (
-        sum(float(np.max(x.cost, where=np.isfinite(x.cost), initial=0.0)) for x in problem.choices)
-        or 1.0
-    )
-    weight = 1e-9 * scale / total
-    found = priced.minimise(1.0, weight)
-    if found is not None:
-        return Incumbent(*found, "elimination")
+    most_bytes = 0.0
+    most_seconds = 0.0
+    for choice in problem.choices:
+        most_bytes += float(np.max(choice.memory))
+        is_allowed = np.isfinite(choice.cost)
+        most_seconds += float(np.max(choice.cost, where=is_allowed, initial=0.0))
+    # Decides among equals only.
+    weight = 1e-9 * _or_one(most_bytes) / _or_one(most_seconds)
+
+    solution = priced.minimise(1.0, weight)
+    if solution is not None:
+        return Incumbent(*solution, "elimination")
     return _minimise(lagrangian.price_memory(problem, 1.0, seconds_weight=weight), deadline)
 
 
