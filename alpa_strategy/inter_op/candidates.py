@@ -197,12 +197,12 @@ def _any_meshes(
     num_devices = job.cluster.num_devices
     sizes = space.tables.num_devices
     tables = space.tables
-    kept = np.arange(len(sizes))
+    submeshes = np.arange(len(sizes))
     unit = 1
     if num_devices > EVERY_SIZE:
-        kept = _sizes_around(space, usual_submesh)
-        unit = math.gcd(num_devices, *map(int, sizes[kept]))
-        tables = in_units(tables, kept, unit)
+        submeshes = _sizes_around(space, usual_submesh)
+        unit = math.gcd(num_devices, *map(int, sizes[submeshes]))
+        tables = in_units(tables, submeshes, unit)
 
     longest = min(job.num_layers, num_devices)
     lengths = _lengths(schedule, longest, job.num_microbatches, job.options.num_stages)
@@ -221,11 +221,15 @@ def _any_meshes(
             tolerance=TOLERANCE,
         )
         for choice in _choices(solve, known):
-            stages = tuple(replace(stage, submesh=int(kept[stage.submesh])) for stage in choice)
+            stages = tuple(
+                replace(stage, submesh=int(submeshes[stage.submesh])) for stage in choice
+            )
             alive_of_stages = tuple(alive[len(stages) - i - 1] for i in range(len(stages)))
             devices = [int(sizes[stage.submesh]) for stage in stages]
-            left = [sum(devices[i:]) for i in range(len(stages))]
-            yield from space.candidates(space.tables, left, schedule, 1, [stages], alive_of_stages)
+            devices_left = [sum(devices[i:]) for i in range(len(stages))]
+            yield from space.candidates(
+                space.tables, devices_left, schedule, 1, [stages], alive_of_stages
+            )
 
 
 def _choices(

@@ -19,9 +19,14 @@ class Derivation:
     step.
     """
 
-    ops: tuple[int, ...]  # positions in the graph, constants that they need included
-    parameters: tuple[str, ...]  # names of those that they read
-    values: tuple[int, ...]  # what the rest of the graph takes of their results
+    # Positions in the graph, constants that they need included.
+    ops: tuple[int, ...]
+
+    # Names of those that they read.
+    parameters: tuple[str, ...]
+
+    # What the rest of the graph takes of their results.
+    values: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -33,12 +38,15 @@ class PerStep:
 
     @cached_property
     def values(self) -> frozenset[int]:
-        """What the micro-batches take of all derivations."""
+        """The values that the micro-batches read of all derivations."""
         return frozenset(value for derivation in self.derivations for value in derivation.values)
 
     def parameters_of(self, graph: StepGraph) -> set[str]:
-        """Names of the trainable parameters that `graph`, a part of the stage without `ops`,
-        depends on.
+        """Return the names of the trainable parameters that `graph` depends on, also through
+        derivations.
+
+        Args:
+            graph: a part of the stage without `ops`.
         """
         read = {*graph.escaping, *graph.sent}
         for op in graph.ops:
@@ -55,7 +63,9 @@ class PerStep:
 
 
 def casts_of_parameters(graph: StepGraph) -> dict[int, int]:
-    """Values that are nothing but parameters in half precision -> what they are cast from."""
+    """Return value -> parameter's value, for values that are only casts of parameters to half
+    precision.
+    """
     parameters = {p.value for p in graph.parameters}
     return {
         op.results[0]: op.operands[0]
@@ -66,19 +76,20 @@ def casts_of_parameters(graph: StepGraph) -> dict[int, int]:
 
 
 def per_step(graph: StepGraph) -> PerStep:
-    """What `graph`, a stage of a micro-batched step, can do once per step: deterministic ops on
-    parameters, constants and buffers that no micro-batch updates. Parameters that are only viewed
-    stay as they are.
+    """Return the work of a micro-batched stage that can be done once per step: deterministic ops on
+    parameters, constants and buffers that no micro-batch updates.
+
+    Parameters that are only viewed are left out.
     """
     parameters = {p.value for p in graph.parameters}
     known = {
         *(c.value for c in graph.constants),
         *(b.value for b in graph.buffers if b.update is None),
     }
-    constant: set[int] = set()  # ops
-    groups: dict[
-        int, frozenset[int]
-    ] = {}  # value -> the ops that it is made with, which share values
+    # ops
+    constant: set[int] = set()
+    # Value -> the ops that it is made with, which share values.
+    groups: dict[int, frozenset[int]] = {}
     for index, op in enumerate(graph.ops):
         is_made_here = all(
             value in known or value in parameters or value in groups for value in op.operands
@@ -92,18 +103,22 @@ def per_step(graph: StepGraph) -> PerStep:
         group = frozenset({index}).union(
             *(groups[value] for value in op.operands if value in groups)
         )
-        groups.update((value, group) for each in group for value in graph.ops[each].results)
-    found = [
+        groups.update((value, group) for member in group for value in graph.ops[member].results)
+    distinct_groups = [
         g
         for g in dict.fromkeys(groups.values())
         if not all(is_view(graph.ops[index].call) for index in g)
     ]
-    moved = _with_own_constants(graph, {index for group in found for index in group}, constant)
-    return PerStep(tuple(_derivation(graph, group, moved) for group in found), frozenset(moved))
+    moved = _with_own_constants(
+        graph, {index for group in distinct_groups for index in group}, constant
+    )
+    return PerStep(
+        tuple(_derivation(graph, group, moved) for group in distinct_groups), frozenset(moved)
+    )
 
 
 def _with_own_constants(graph: StepGraph, moved: set[int], constant: set[int]) -> set[int]:
-    """`moved` with the ops on constants that nothing else needs."""
+    """Return `moved` with the ops on constants that no other op needs."""
     moved = set(moved)
     leaving = {*graph.escaping, *graph.sent}
     for index in sorted(constant, reverse=True):

@@ -318,7 +318,8 @@ def _combined(part: Tensor, comms: Sequence[AxisComm]) -> Tensor:
     """All devices' statistics [2 C + 1] from this one's, by one all-gather per axis."""
     channels = len(part) // 2
     for comm in comms:
-        parts = comm.all_gather(part.unsqueeze(0), 0, comm.size)  # [devices, 2 C + 1]
+        # [devices, 2 C + 1]
+        parts = comm.all_gather(part.unsqueeze(0), 0, comm.size)
         means, squares, counts = parts.split([channels, channels, 1], dim=1)
         total = counts.sum(0)
         mean = (means * counts).sum(0) / total
@@ -486,11 +487,13 @@ class VocabCrossEntropy(torch.autograd.Function):
         kept, target = kept.unsqueeze(dim), torch.where(kept, target, 0).unsqueeze(dim)
         weight = logits.new_ones(num_classes, dtype=dtype) if weight is None else weight.to(dtype)
         amount = (1.0 - smoothing) * weight[target] * kept
-        total = (amount + smoothing * weight.mean()) * kept  # A
+        # A
+        total = (amount + smoothing * weight.mean()) * kept
         class_shape = [1] * logits.dim()
         class_shape[dim] = -1
         every = weight[first : first + here].view(class_shape)
-        every = every * (smoothing / num_classes)  # what smoothing gives each class here
+        # What smoothing gives each class here.
+        every = every * (smoothing / num_classes)
         is_here = (target >= first) & (target < first + here)
         index, amount = torch.where(is_here, target - first, 0), amount * is_here
 

@@ -182,9 +182,8 @@ def _zigzag(comm: AxisComm, tensors: Tensors, back: bool = False) -> Tensors:
         sent[goes_to[mine]] += size
         received[comes_from[others]] += size
     came = comm.start_exchange(flat, sent, received).wait().split(size)
-    places = sorted(
-        (0, 1), key=lambda p: comes_from[wanted[p]]
-    )  # halves that one device sends come in their order
+    # Halves that one device sends come in their order.
+    places = sorted((0, 1), key=lambda p: comes_from[wanted[p]])
     ordered = [
         part.split([shape.numel() for shape in shapes])
         for _, part in sorted(zip(places, came, strict=True))
@@ -227,7 +226,8 @@ def _attend_backward(
             *(grad, query, key, value, out, lse, 0.0, causal), scale=scale
         )
     elif _has_flash(query):
-        unused = torch.empty(2, dtype=torch.uint64, device=query.device)  # the state of a dropout
+        # The state of a dropout.
+        unused = torch.empty(2, dtype=torch.uint64, device=query.device)
         grads = aten._scaled_dot_product_flash_attention_backward(
             *(
                 grad,
@@ -247,9 +247,8 @@ def _attend_backward(
             scale=scale,
         )
     else:
-        weights = (
-            _scores(query, key, causal, scale) - lse.unsqueeze(-1)
-        ).exp()  # [batch, heads, rows, columns]
+        # [batch, heads, rows, columns]
+        weights = (_scores(query, key, causal, scale) - lse.unsqueeze(-1)).exp()
         query, key, value, out, grad = (x.to(weights.dtype) for x in (query, key, value, out, grad))
         grad_scores = weights * (grad @ value.mT - (grad * out).sum(-1, keepdim=True)) * scale
         grads = grad_scores @ key, grad_scores.mT @ query, weights.mT @ grad

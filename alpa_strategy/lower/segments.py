@@ -62,7 +62,8 @@ class Compiler:
 
     def __init__(self, options: Mapping[str, Any]) -> None:
         self._options = segment_options(options)
-        self.segments: dict[Hashable, Segment] = {}  # the distinct ones
+        # The distinct ones
+        self.segments: dict[Hashable, Segment] = {}
 
     def compiled(
         self,
@@ -175,7 +176,8 @@ class Segment:
         self.source, self._place = source, place
         self._eager = function_of(source, "segment", namespace)
         self._compiled = torch.compile(self._eager, fullgraph=True, dynamic=False, **options)
-        self._has_compiled: set[bool] = set()  # with gradients, without
+        # With gradients, without
+        self._has_compiled: set[bool] = set()
 
     def __call__(self, *operands: Tensor) -> tuple[Tensor, ...]:
         """Run compiled, or in eager if compilation failed."""
@@ -193,9 +195,10 @@ class Segment:
             self._has_compiled.add(torch.is_grad_enabled())
             return results
         except Exception as error:
+            # Loads Dynamo, which only those who compile need.
             from torch._dynamo.exc import (
                 TorchDynamoException,
-            )  # loads Dynamo, which only those who compile need
+            )
 
             if not isinstance(error, TorchDynamoException):
                 raise

@@ -48,9 +48,10 @@ class LinearProgram:
 
 
 def formulate(problem: Problem) -> LinearProgram:
-    """The relaxation's columns and rows. Forbidden strategies and transfers get no column.
+    """Return the columns and rows of the problem's relaxation. Forbidden strategies and transfers
+    get no column.
 
-    Fast where equal arrays are one object (`with_shared_arrays`).
+    Fast if equal arrays are one object (`with_shared_arrays`).
     """
     sizes = np.array([len(choice.cost) for choice in problem.choices])
     first = np.concatenate([[0], np.cumsum(sizes)])
@@ -65,7 +66,7 @@ def formulate(problem: Problem) -> LinearProgram:
     lower_rows, upper_rows = [np.ones(num_rows)], [np.ones(num_rows)]
 
     known: dict[tuple[int, ...], _Block] = {}
-    for transfer in filter(lambda each: each.uses, problem.transfers):
+    for transfer in filter(lambda candidate: candidate.uses, problem.transfers):
         arrays = transfer.cost, transfer.memory, transfer.source
         key = tuple(map(id, (*arrays, *[use.layout for use in transfer.uses])))
         if key not in known:
@@ -143,7 +144,7 @@ class _Entries:
         self.parts: list[tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]] = []
 
     def reserve(self, num: int, upper: float) -> np.ndarray:
-        """The numbers of new rows between 0 and `upper`."""
+        """Return the numbers of `num` new rows between 0 and `upper`."""
         rows = np.arange(self.num_rows, self.num_rows + num)
         self.num_rows += num
         self.row_upper.append(np.full(num, upper))
@@ -265,7 +266,7 @@ def _add_use(
 def _in_order(
     entries: list[tuple[np.ndarray, np.ndarray, np.ndarray]], num_columns: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Rows, columns and values of all non-zeros, row by row and in each row by column."""
+    """Return rows, columns and values of all non-zeros, row by row and in each row by column."""
     row, column, value = (np.concatenate(part) for part in zip(*entries, strict=True))
     place = row * num_columns + column
     order = place.argsort(kind="stable")
@@ -279,17 +280,19 @@ def _in_order(
 
 
 def num_columns(problem: Problem) -> int:
-    """About how many columns the program of a problem has, without building it."""
+    """Return about how many columns the program of a problem has, without building it."""
     transfers = sum(t.cost.size * (len(t.uses) + (len(t.uses) > 1)) for t in problem.transfers)
     return transfers + sum(len(choice.cost) for choice in problem.choices)
 
 
 def _unit(problem: Problem) -> float:
-    """Seconds per unit of the scaled objective: a total of medians, the optimum's order of size."""
+    """Return the seconds per unit of the scaled objective: a total of medians, of the optimum's
+    order of size.
+    """
     medians: dict[int, float] = {}
 
     def median(cost: np.ndarray) -> float:
-        """Of what is not forbidden; worked out once for arrays that are one object."""
+        """Return the median of the finite costs, computed once for arrays that are one object."""
         if id(cost) not in medians:
             finite = np.sort(cost[np.isfinite(cost)], axis=None)
             middle = finite[(len(finite) - 1) // 2 : len(finite) // 2 + 1]
