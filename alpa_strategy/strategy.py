@@ -524,15 +524,8 @@ class AlpaStrategy(ParallelJob):
 
     @override
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """Return a tensor reduced over ranks that have different samples; any other value
-        unchanged.
-
-        With `batch_scope="global"` all ranks have the same value already, and it is returned.
-
-        Args:
-            group: a process group; None: all ranks that have different samples.
-            reduce_op: `"mean"`, `"sum"` or a `torch.distributed.ReduceOp`.
-        """
+        """Return a tensor reduced over `group` (None: all ranks with different samples); any other
+        value, and a tensor under `batch_scope="global"`, unchanged."""
         if group is None and self.run is not None:
             group = self.run.peers
 

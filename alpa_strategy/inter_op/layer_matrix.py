@@ -7,7 +7,7 @@ others follow it dim by dim, and pay where that changes from one boundary to the
 that are chosen are solved by the ILP itself.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from enum import IntEnum
@@ -25,7 +25,7 @@ from alpa_strategy.inter_op.stage_problem import (
     weigh,
     zero_costs,
 )
-from alpa_strategy.intra_op.build import OptionTables, boundary_layouts
+from alpa_strategy.intra_op.build import BoundaryChoice, OptionTables, boundary_layouts
 from alpa_strategy.intra_op.decode import read_last
 from alpa_strategy.intra_op.options import gathers, local_bytes
 from alpa_strategy.intra_op.problem import (
@@ -246,65 +246,107 @@ def follow_leaders(stage: StageProblem, ends: LayerBoundary) -> LayerProblem:
     """Return the problem of a layer for `layer_matrix`: all boundary values follow the leader of
     their end.
     """
-    intra = stage.intra
-    count = len(stage.choices)
-    entering, leaving = count, count + 1
-    # A boundary value's own choice -> the leader's, and [leader's layout] which of its own layouts
-    # it has then.
-    into: dict[int, tuple[int, np.ndarray]] = {}
-    for value, boundary in intra.received.items():
-        followed = _followed(
-            intra.step, value, boundary.layouts, ends.entering, ends.entering_layouts
-        )
-        into[boundary.choice] = (entering, followed)
-    out: dict[int, tuple[int, np.ndarray]] = {}
-    for value, boundary in intra.sent.items():
-        followed = _followed(
-            intra.step, value, boundary.layouts, ends.leaving, ends.leaving_layouts
-        )
-        out[boundary.choice] = (leaving, followed)
-    transfers = []
-    for transfer in intra.problem.transfers:
-        producer, source = transfer.producer, np.asarray(transfer.source)
-        if producer in into:
-            producer, chosen = into[producer]
-            source = source[chosen]
-        uses = []
-        for use in transfer.uses:
-            if use.choice in out:
-                leader, followed = out[use.choice]
-                use = Use(leader, np.asarray(use.layout)[followed])
-            uses.append(use)
-        transfers.append(replace(transfer, producer=producer, source=source, uses=tuple(uses)))
-    entering_bytes, leaving_bytes = (
-        np.zeros(len(ends.entering_layouts)),
-        np.zeros(len(ends.leaving_layouts)),
-    )
+    entering = len(stage.choices)
+    leaving = entering + 1
+    into = _followers(stage.intra.step, stage.intra.received, ends.entering, ends.entering_layouts)
+    out = _followers(stage.intra.step, stage.intra.sent, ends.leaving, ends.leaving_layouts)
+
     choices = list(stage.choices)
-    for mapping, stored_bytes in ((into, entering_bytes), (out, leaving_bytes)):
-        for choice, (_, chosen) in mapping.items():
-            stored_bytes += stage.choices[choice].saved[chosen]
+    entering_bytes = np.zeros(len(ends.entering_layouts))
+    leaving_bytes = np.zeros(len(ends.leaving_layouts))
+    for followers, stored_bytes in ((into, entering_bytes), (out, leaving_bytes)):
+        for choice, followed in followers.items():
+            stored_bytes += stage.choices[choice].saved[followed]
             choices[choice] = zero_costs(1)
     choices += [zero_costs(len(entering_bytes)), zero_costs(len(leaving_bytes))]
-    transfer_costs, gathered_values = list(stage.transfers), intra.gathered_again
-    gathered: list[np.ndarray | None] = [None] * len(transfer_costs)
-    for index, layouts in enumerate(intra.transfers):
-        sizes = [
-            local_bytes(intra.step.values[layouts.value], q, intra.mesh.shape)
-            for q in layouts.targets
-        ]
-        saved = transfer_costs[index].saved
-        # Inside a stage a received value is kept like any other.
-        if layouts.value in intra.received and saved.any():
-            transfer_costs[index] = replace(
-                transfer_costs[index], saved=np.broadcast_to(sizes, saved.shape).astype(float)
-            )
-        if layouts.value in gathered_values:
-            gathered[index] = np.where(gathers(layouts.sources, layouts.targets), sizes, 0)
-    ends_kept = entering, leaving, entering_bytes, leaving_bytes
+
+    transfers = []
+    for transfer in stage.intra.problem.transfers:
+        transfers.append(_with_leaders(transfer, (entering, into), (leaving, out)))
+    transfer_costs, gathered = _transfer_costs(stage)
     return LayerProblem(
-        stage, tuple(choices), tuple(transfer_costs), tuple(transfers), *ends_kept, tuple(gathered)
+        stage=stage,
+        choices=tuple(choices),
+        transfers=tuple(transfer_costs),
+        problem=tuple(transfers),
+        entering=entering,
+        leaving=leaving,
+        entering_bytes=entering_bytes,
+        leaving_bytes=leaving_bytes,
+        gathered=tuple(gathered),
     )
+
+
+def _followers(
+    graph: StepGraph,
+    values: Mapping[int, BoundaryChoice],
+    leader: int | None,
+    layouts: tuple[DualLayout, ...],
+) -> dict[int, np.ndarray]:
+    """Return the choice of each boundary value -> [leader's layout] the layout that it has then.
+
+    Args:
+        values: that cross one boundary, with their choices.
+        leader: of the boundary. layouts: of the leader.
+    """
+    followers = {}
+    for value, boundary in values.items():
+        followers[boundary.choice] = _followed(graph, value, boundary.layouts, leader, layouts)
+    return followers
+
+
+def _with_leaders(
+    transfer: Transfer,
+    entering: tuple[int, Mapping[int, np.ndarray]],
+    leaving: tuple[int, Mapping[int, np.ndarray]],
+) -> Transfer:
+    """Return a transfer with the leaders' choices in place of those of boundary values.
+
+    Args:
+        entering, leaving: the leader's choice, and `_followers` of its boundary.
+    """
+    producer = transfer.producer
+    source = np.asarray(transfer.source)
+    entering_choice, into = entering
+    if producer in into:
+        source = source[into[producer]]
+        producer = entering_choice
+
+    leaving_choice, out = leaving
+    uses = []
+    for use in transfer.uses:
+        if use.choice in out:
+            followed = np.asarray(use.layout)[out[use.choice]]
+            uses.append(Use(leaving_choice, followed))
+        else:
+            uses.append(use)
+    return replace(transfer, producer=producer, source=source, uses=tuple(uses))
+
+
+def _transfer_costs(
+    stage: StageProblem,
+) -> tuple[list[CostBreakdown], list[np.ndarray | None]]:
+    """Return the costs of each transfer, and [source, target] bytes of re-gathered values; None for
+    other values.
+    """
+    intra = stage.intra
+    costs = list(stage.transfers)
+    gathered: list[np.ndarray | None] = []
+    for index, layouts in enumerate(intra.transfers):
+        meta = intra.step.values[layouts.value]
+        sizes = [local_bytes(meta, target, intra.mesh.shape) for target in layouts.targets]
+        saved = costs[index].saved
+        # Inside a stage a received value is saved like any other.
+        if layouts.value in intra.received and saved.any():
+            saved_bytes = np.broadcast_to(sizes, saved.shape).astype(float)
+            costs[index] = replace(costs[index], saved=saved_bytes)
+
+        if layouts.value in intra.gathered_again:
+            is_gathered = gathers(layouts.sources, layouts.targets)
+            gathered.append(np.where(is_gathered, sizes, 0))
+        else:
+            gathered.append(None)
+    return costs, gathered
 
 
 def _followed(

@@ -33,6 +33,7 @@ from alpa_strategy.intra_op.problem import Problem, Solution
 from alpa_strategy.intra_op.restrict import least_of_equals, restrict
 from alpa_strategy.intra_op.solver.solve import PROVED, NoCheaperSolution, propagate
 from alpa_strategy.intra_op.solver.stored import solve_stored
+from alpa_strategy.ir.graph import StepGraph
 from alpa_strategy.ir.plan import Collective, ParameterPlan, Predicted, StagePlan
 from alpa_strategy.options import PROPAGATION, PlanOptions
 from alpa_strategy.partial_results import Key
@@ -240,26 +241,13 @@ class StageSolver:
                 self._free_layouts(intra.problem),
                 recompute_per_microbatch,
             )
-        pins = (
-            *(
-                (p.name, request.pinned[p.name].modes)
-                for p in graph.parameters
-                if p.name in request.pinned
-            ),
-            *intra.recomputes,
-            *(
-                ("host", i)
-                for i, p in enumerate(graph.parameters)
-                if p.name in (self._on_host or ())
-            ),
-        )
         key = (
             structure(graph, job.options),
             request.submesh,
             request.shape,
             request.remat,
             request.starts,
-            pins,
+            (*self._pins_of(graph, request), *intra.recomputes),
             recompute_per_microbatch,
         )
         finest = take_apart(intra, request.starts)
@@ -269,6 +257,17 @@ class StageSolver:
         return PricedStage(
             job, request, whole, intra, self._free[key], recompute_per_microbatch, finest, key
         )
+
+    def _pins_of(self, graph: StepGraph, request: StageRequest) -> list[Hashable]:
+        """Return the pinned modes of a stage's parameters, and which of them are in host memory."""
+        pins: list[Hashable] = []
+        for parameter in graph.parameters:
+            if parameter.name in request.pinned:
+                pins.append((parameter.name, request.pinned[parameter.name].modes))
+        for index, parameter in enumerate(graph.parameters):
+            if parameter.name in (self._on_host or ()):
+                pins.append(("host", index))
+        return pins
 
     def _free_layouts(self, problem: Problem) -> Solution:
         """Return the optimum without a memory limit."""

@@ -6,6 +6,7 @@ MIP for what is left of the gap.
 """
 
 import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -259,10 +260,8 @@ def _solve_limited(
     if dual.bound >= cutoff:
         raise NoCheaperSolution
     near = lagrangian.Neighbourhood(problem)
-    solution = min(
-        (least, dual.under, lagrangian.splice(problem, dual.over, dual.under, near)),
-        key=lambda x: x.seconds,
-    )
+    spliced = lagrangian.splice(problem, dual.over, dual.under, near)
+    solution = _faster(_faster(least, dual.under), spliced)
     solution = replace(solution, bound=max(free.bound, dual.bound))
     if solution.gap <= tolerance or np.isinf(solution.bound) or time.process_time() > deadline:
         return solution
@@ -280,9 +279,8 @@ def _solve_limited(
         if num_columns(core.problem) > MAX_COLUMNS:
             break
         seconds_left = deadline - time.process_time()
-        if seconds_left <= 0 or (
-            solution.gap <= GOOD and num_columns(core.problem) > SMALL_COLUMNS
-        ):
+        is_good_enough = solution.gap <= GOOD and num_columns(core.problem) > SMALL_COLUMNS
+        if seconds_left <= 0 or is_good_enough:
             break
         patience = PATIENCE if solution.gap <= POOR else seconds_left
         until = time.process_time() + min(seconds_left, patience)
@@ -291,17 +289,17 @@ def _solve_limited(
         bound = exact.bound if excess is None else min(exact.bound, dual.bound + reach)
         best = solution
         if exact.assignment is not None:
-            best = min(
-                solution,
-                lagrangian.point(problem, core.expand(exact.assignment)),
-                key=lambda x: x.seconds,
-            )
-        solution = replace(
-            best, bound=max(solution.bound, min(bound, best.seconds)), method=exact.method
-        )
+            best = _faster(best, lagrangian.point(problem, core.expand(exact.assignment)))
+        bound = max(solution.bound, min(bound, best.seconds))
+        solution = replace(best, bound=bound, method=exact.method)
         if solution.gap <= tolerance:
             break
     return solution
+
+
+def _faster(one: Solution, other: Solution) -> Solution:
+    """Return the solution with fewer seconds; `one` if they are equal."""
+    return other if other.seconds < one.seconds else one
 
 
 def _excess(priced: PricedProblem, dual: Dual) -> list[np.ndarray] | None:
