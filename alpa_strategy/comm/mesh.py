@@ -260,15 +260,15 @@ class AxisComm:
         )
         return Pending(lambda: received, work, self._is_polled)
 
-    def _at_once(self, given: Tensor) -> "AxisComm":
-        """The fastest axis for a collective on `given` that is waited for at once."""
-        if self._shared is None or given.is_cuda:
+    def _at_once(self, tensor: Tensor) -> "AxisComm":
+        """The fastest axis for a collective on `tensor` that is waited for at once."""
+        if self._shared is None or tensor.is_cuda:
             return self
         return self._shared
 
-    def _for_sums(self, given: Tensor) -> "AxisComm":
+    def _for_sums(self, tensor: Tensor) -> "AxisComm":
         """The fastest axis for sums that are launched. Collective at the first call."""
-        if self._shared is None or given.is_cuda:
+        if self._shared is None or tensor.is_cuda:
             return self
         if self._shared_sums is None:
             self._shared_sums = self._in_shared_memory() or self
@@ -470,8 +470,8 @@ def _build_one(
     if rank not in ranks:
         return None
     coordinate = tuple(int(i) for i in np.unravel_index(ranks.index(rank), shape))
-    whole = AxisComm(len(ranks), ranks.index(rank), mesh_group, library)
-    return MeshComm(shape, coordinate, tuple(axes), whole, ranks)
+    all_axes = AxisComm(len(ranks), ranks.index(rank), mesh_group, library)
+    return MeshComm(shape, coordinate, tuple(axes), all_axes, ranks)
 
 
 def _group_of(

@@ -217,9 +217,9 @@ class SavedTensorHooks:
         else:
             self.know(shard, partial(gather.start, shard), result)
 
-    def know(self, parameter: Tensor, start: Callable[[], Pending], whole: Tensor) -> None:
-        """Record that `whole` is what `start` launches to compute from `parameter`."""
-        storage = whole.untyped_storage()
+    def know(self, parameter: Tensor, start: Callable[[], Pending], full: Tensor) -> None:
+        """Record that `full` is what `start` launches to compute from `parameter`."""
+        storage = full.untyped_storage()
         self._recipes[storage._cdata] = _GatheredParameter(
             parameter,
             start,

@@ -39,18 +39,18 @@ class Line:
 
 
 def function_of(
-    source: str, what: str, namespace: dict[str, Any]
+    source: str, name: str, namespace: dict[str, Any]
 ) -> Callable[..., tuple[Tensor, ...]]:
-    """Compile `source`, which defines the function `what`; tracebacks show its lines.
+    """Compile `source`, which defines the function `name`; tracebacks show its lines.
 
     Args:
         namespace: what the function refers to; the function is added to it.
     """
-    filename = f"<alpa {what} {id(namespace):x}>"
+    filename = f"<alpa {name} {id(namespace):x}>"
     linecache.cache[filename] = (len(source), None, source.splitlines(True), filename)
     exec(compile(source, filename, "exec"), namespace)
-    weakref.finalize(namespace[what], linecache.cache.pop, filename, None)
-    return namespace[what]
+    weakref.finalize(namespace[name], linecache.cache.pop, filename, None)
+    return namespace[name]
 
 
 def unpacked(source: str, values: Mapping[int, int | str]) -> list[Line]:

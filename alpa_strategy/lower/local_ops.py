@@ -491,9 +491,9 @@ class VocabCrossEntropy(torch.autograd.Function):
         total = (amount + smoothing * weight.mean()) * kept
         class_shape = [1] * logits.dim()
         class_shape[dim] = -1
-        every = weight[first : first + here].view(class_shape)
+        class_weights = weight[first : first + here].view(class_shape)
         # What smoothing gives each class here.
-        every = every * (smoothing / num_classes)
+        class_weights = class_weights * (smoothing / num_classes)
         is_here = (target >= first) & (target < first + here)
         index, amount = torch.where(is_here, target - first, 0), amount * is_here
 
@@ -501,7 +501,7 @@ class VocabCrossEntropy(torch.autograd.Function):
         shifted = logits.detach().to(dtype) - highest
         weighted = torch.where(amount != 0, shifted.gather(dim, index), 0.0) * amount
         if smoothing > 0.0:
-            weighted = weighted + (shifted * every).sum(dim, keepdim=True)
+            weighted = weighted + (shifted * class_weights).sum(dim, keepdim=True)
         exponentials = shifted.exp_()
         denominator, weighted = _over_all(
             torch.stack([exponentials.sum(dim, keepdim=True), weighted]), comms
@@ -512,7 +512,7 @@ class VocabCrossEntropy(torch.autograd.Function):
         if ctx.needs_input_grad[3]:
             gradient = exponentials.mul_(total / denominator)
             if smoothing > 0.0:
-                gradient.addcmul_(every, kept.to(dtype), value=-1)
+                gradient.addcmul_(class_weights, kept.to(dtype), value=-1)
             gradient.scatter_add_(dim, index, -amount)
             # fp16 would lose the small probabilities
             ctx.save_for_backward(

@@ -74,25 +74,25 @@ class RingAttention(torch.autograd.Function):
             (grad,) = _zigzag(comm, (grad,))
         grad_query = torch.zeros_like(query, dtype=_wide(query))
         # The gradient of a key follows it one step later, and one step further: to its device.
-        own, flat = (key, value), _flat((key, value))
+        local, flat = (key, value), _flat((key, value))
         due = torch.zeros_like(flat, dtype=_wide(flat))
         coming_due: Pending | None = None
         for source, pair in _around(comm, flat):
             rows, columns, diagonal = _visible(comm.index, source, ctx.causal, query, key)
             # Kernels require a contiguous log-sum-exp.
             merged = _cut(out, rows), lse[..., rows].contiguous()
-            seen = _seen(pair, own, columns)
+            seen = _seen(pair, local, columns)
             parts = _attend_backward(
                 _cut(grad, rows), _cut(query, rows), seen, merged, diagonal, ctx.scale
             )
             _cut(grad_query, rows).add_(parts[0])
             due = due if coming_due is None else coming_due.wait()
-            for total, part in zip(_seen(due, own, columns), parts[1:], strict=True):
+            for total, part in zip(_seen(due, local, columns), parts[1:], strict=True):
                 total.add_(part)
             coming_due = _pass_on(comm, due)
         assert coming_due is not None
         due = coming_due.wait()
-        grads = tuple(g.to(query.dtype) for g in (grad_query, *_seen(due, own, slice(None))))
+        grads = tuple(g.to(query.dtype) for g in (grad_query, *_seen(due, local, slice(None))))
         grads = _zigzag(comm, grads, back=True) if ctx.causal else grads
         return None, *grads, None, None
 
@@ -121,18 +121,18 @@ def _around(comm: AxisComm, flat: Tensor) -> Iterator[tuple[int, Tensor]]:
 
 
 def _visible(
-    own: int, source: int, causal: bool, query: Tensor, key: Tensor
+    device: int, source: int, causal: bool, query: Tensor, key: Tensor
 ) -> tuple[slice, slice, bool]:
-    """Rows of device `own` that see anything of `source`, the columns that they see, whether that
-    is the diagonal.
+    """Return (the rows of `device` that attend to anything of `source`, the columns that they
+    attend to, whether that is the diagonal).
 
     Of 2 n halves a device has the i-th and the i-th from the end: of an earlier device it sees the
     first half, with all its rows; of a later one it sees both halves, with its second half's rows.
     """
     everything = slice(None)
-    if not causal or source == own:
+    if not causal or source == device:
         return everything, everything, causal
-    if source < own:
+    if source < device:
         return everything, slice(0, key.shape[-2] // 2), False
     return slice(query.shape[-2] // 2, None), everything, False
 
@@ -146,13 +146,15 @@ def _pass_on(comm: AxisComm, flat: Tensor) -> Pending:
     return comm.start_exchange(flat, sent, received)
 
 
-def _seen(flat: Tensor, own: Tensors, columns: slice) -> Tensors:
-    """Columns of a device's keys and values, or of their gradients, that were received flat.
+def _seen(flat: Tensor, local: Tensors, columns: slice) -> Tensors:
+    """Return some columns of a device's keys and values, or of their gradients.
 
-    `own` has their shapes.
+    Args:
+        flat: as they were received.
+        local: this device's; the tensors have the same shapes.
     """
-    parts = flat.split([x.numel() for x in own])
-    return tuple(_cut(part.view(x.shape), columns) for part, x in zip(parts, own, strict=True))
+    parts = flat.split([x.numel() for x in local])
+    return tuple(_cut(part.view(x.shape), columns) for part, x in zip(parts, local, strict=True))
 
 
 def _flat(tensors: Sequence[Tensor]) -> Tensor:

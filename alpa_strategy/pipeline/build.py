@@ -106,7 +106,7 @@ def build_pipeline(
             warnings.warn(f"alpa: compile: {reason}: stages run uncompiled", stacklevel=2)
         places = replace(places, compiler=None, overlaps=False)
 
-    own: dict[int, LocalStage] = {}
+    local_stages: dict[int, LocalStage] = {}
     for index, (stage_graph, stage, mesh) in enumerate(
         zip(graphs, stages, places.meshes, strict=True)
     ):
@@ -116,7 +116,7 @@ def build_pipeline(
         buffers: dict[str, Any] = {COUNTERS: {}}
         buffers |= {b.name: module.get_buffer(b.name) for b in stage_graph.buffers}
         names = _names_with_gradients(index, stage_graph, shared)
-        own[index] = LocalStage(
+        local_stages[index] = LocalStage(
             program=program,
             store=stores[index],
             mesh=mesh,
@@ -124,7 +124,7 @@ def build_pipeline(
             buffers=buffers,
             per_step=per_step,
         )
-    return Pipeline(spec, own, places.device, places.group)
+    return Pipeline(spec, local_stages, places.device, places.group)
 
 
 def _names_with_gradients(
@@ -264,17 +264,21 @@ def _shared(
     """
     trained: dict[str, ParameterInput] = {}
     for graph in graphs:
-        for given in graph.parameters:
-            if given.meta.requires_grad:
-                trained[given.name] = given
+        for parameter_input in graph.parameters:
+            if parameter_input.meta.requires_grad:
+                trained[parameter_input.name] = parameter_input
 
     shared: dict[tuple[tuple[int, str, Layout], ...], SharedParameter] = {}
-    for given in trained.values():
+    for parameter_input in trained.values():
         uses: list[tuple[int, str, Layout]] = []
         for index, plans in enumerate(held):
-            uses += [(index, name, plans[name].layout) for name in given.names if name in plans]
+            uses += [
+                (index, name, plans[name].layout) for name in parameter_input.names if name in plans
+            ]
         meshes = {stage_ranks(stages[index]) for index, _, _ in uses}
         if len(meshes) > 1:
             key = tuple(uses)
-            shared.setdefault(key, SharedParameter(given.meta.shape, given.meta.dtype, key))
+            shared.setdefault(
+                key, SharedParameter(parameter_input.meta.shape, parameter_input.meta.dtype, key)
+            )
     return tuple(shared.values())

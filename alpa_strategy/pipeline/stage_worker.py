@@ -131,10 +131,10 @@ class StageWorker:
         own: its program, parameters and mesh; its buffers are updated in place.
     """
 
-    def __init__(self, index: int, spec: StageSpec, own: LocalStage) -> None:
+    def __init__(self, index: int, spec: StageSpec, local_stage: LocalStage) -> None:
         self.index = index
         self.spec = spec
-        self._own = own
+        self._own = local_stage
 
         # Ends of channels from earlier stages, and to later ones.
         self._incoming: list[ChannelEnd] = []

@@ -107,7 +107,7 @@ def _works(make: Make, dims: int) -> tuple[bool, bool]:
 
 
 def optimizer_info_of(module: Any) -> OptimizerInfo:
-    """`OptimizerInfo` of what `module.configure_optimizers()` gives, for planning without a
+    """Return the `OptimizerInfo` of `module.configure_optimizers()`, for planning without a
     Trainer.
 
     A module whose method needs a Trainer is planned as with Adam.
@@ -122,8 +122,8 @@ def optimizer_info_of(module: Any) -> OptimizerInfo:
 
 
 def _optimizers_in(configured: Any) -> list[Optimizer]:
-    """The optimizers in what `configure_optimizers` may return: alone, in lists, with schedulers,
-    in dictionaries.
+    """Return the optimizers in a result of `configure_optimizers`: a single one, lists, with
+    schedulers, or dictionaries.
     """
     if isinstance(configured, Optimizer):
         return [configured]
@@ -245,8 +245,10 @@ def _num_bytes(tree: Any) -> int:
 def _trained(
     make: Make, starts: Sequence[Tensor], grads: Sequence[Sequence[Tensor]]
 ) -> list[Tensor]:
-    """Parameters of a fresh optimizer after one step per gradient; `grads` by parameter, then by
-    step.
+    """Return the parameters of a fresh optimizer after one step per gradient.
+
+    Args:
+        grads: by parameter, then by step.
     """
     parameters = [torch.nn.Parameter(start.clone()) for start in starts]
     rebuilt = make(parameters)
@@ -260,8 +262,8 @@ def _trained(
 def _rebuilt(
     optimizer: Optimizer, group: Mapping[str, Any], parameters: list[torch.nn.Parameter]
 ) -> Optimizer:
-    """A fresh optimizer of the same class with a group's settings, as schedulers left them, for
-    other parameters.
+    """Return a fresh optimizer of the same class for other parameters, with a group's settings as
+    schedulers left them.
     """
     accepted = inspect.signature(type(optimizer).__init__).parameters
     takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in accepted.values())

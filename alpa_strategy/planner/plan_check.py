@@ -29,12 +29,14 @@ _SHOWN = 8  # of an op's strategies, in the error
 
 
 def check_plan(plan: Plan, graph: StepGraph, num_devices: int, given: Iterable[int] = ()) -> None:
-    """PlanError where `plan` would not compute `graph`, or not on all of the job's devices.
+    """Check that `plan` computes `graph` on all of the job's devices.
 
     Args:
-        graph: what they run: the step, or its micro-batch where there are several
-            (`MicroStep.graph`).
-        given: received values that no stage makes (`MicroStep.given`).
+        graph: the step, or its micro-batch if there are several (`MicroStep.graph`).
+        given: received values that no stage computes (`MicroStep.given`).
+
+    Raises:
+        PlanError: it does not.
     """
     stages = plan.stages
     _check_ops(stages, graph)

@@ -198,10 +198,10 @@ class EagerFullyShard:
         self._full.clear()
         self._stays_full = False
 
-    def load_full(self, parameter: nn.Parameter, whole: Tensor) -> None:
-        """Write the new full value `whole` into the full copy of `parameter`, if there is one."""
-        if parameter in self._full and not torch.equal(self._full[parameter], whole):
-            self._full[parameter].copy_(whole)
+    def load_full(self, parameter: nn.Parameter, full: Tensor) -> None:
+        """Write the new full value `full` into the full copy of `parameter`, if there is one."""
+        if parameter in self._full and not torch.equal(self._full[parameter], full):
+            self._full[parameter].copy_(full)
 
     def remove(self) -> None:
         """Undo all changes to the module."""

@@ -50,12 +50,12 @@ class MeshParameters:
         self.listens = True
 
     def add(
-        self, given: ParameterInput, plan: ParameterPlan, parameter: nn.Parameter
+        self, parameter_input: ParameterInput, plan: ParameterPlan, parameter: nn.Parameter
     ) -> ShardedParameter:
         """Add a parameter of a stage. Stages on the same devices store it alike.
 
         Args:
-            given: the parameter as an input of the step.
+            parameter_input: the parameter as an input of the step.
             plan: how it is stored.
             parameter: of the module, still with its full data.
         """
@@ -64,9 +64,9 @@ class MeshParameters:
             return known
 
         replicas = None if self._replicas is None else self._replicas.mesh
-        sharded = ShardedParameter.of(given, plan, parameter, self.mesh, replicas)
+        sharded = ShardedParameter.of(parameter_input, plan, parameter, self.mesh, replicas)
         self._by_parameter[parameter] = sharded
-        self._by_name.update(dict.fromkeys(given.names, sharded))
+        self._by_name.update(dict.fromkeys(parameter_input.names, sharded))
         return sharded
 
     def shard(
