@@ -5,7 +5,7 @@ Every rank of the job makes the same `Pipeline` from the same `PipelineSpec`, an
 together. Only `own` differs: programs, parameters and meshes of the stages on this rank.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial, reduce
 from itertools import permutations
@@ -90,7 +90,7 @@ class Pipeline:
 
     Args:
         spec: the same on all ranks.
-        own: stage index -> programs, parameters and mesh, for the stages on this rank.
+        local_stages: stage index -> programs, parameters and mesh, for the stages on this rank.
         device: of this rank's tensors.
         group: the ranks that run it; None: all of the job.
 
@@ -106,7 +106,7 @@ class Pipeline:
         group: Any = None,
     ) -> None:
         self.spec = spec
-        self._own = dict(local_stages)
+        self._local_stages = dict(local_stages)
         self._device = device
         self._group = group
         self._rank = rank_in(group)
@@ -149,13 +149,7 @@ class Pipeline:
         self._connect()
         self._deliveries = [Delivery(spec, ranks, self._world, self._transfer) for ranks in meshes]
 
-        # Each once.
-        parameters: dict[int, nn.Parameter] = {}
-        for stage in local_stages.values():
-            for parameter in stage.parameters.values():
-                parameters[id(parameter)] = parameter
-        self._parameters = tuple(parameters.values())
-
+        self._parameters = _distinct_parameters(local_stages.values())
         self._sums = [
             SharedSum(shared, spec, local_stages, self._rank, self._transfer)
             for shared in spec.shared
@@ -163,7 +157,7 @@ class Pipeline:
 
     def _connect(self) -> None:
         ranks = [stage.ranks for stage in self.spec.stages]
-        meshes = {index: local_stage.mesh for index, local_stage in self._own.items()}
+        meshes = {index: local_stage.mesh for index, local_stage in self._local_stages.items()}
         channels = [tuple(sorted({*ranks[c.source], *ranks[c.target]})) for c in self.channels]
         groups = message_groups(channels, self._group)
         for number, (channel, (ahead, back)) in enumerate(zip(self.channels, groups, strict=True)):
@@ -183,7 +177,7 @@ class Pipeline:
         Args:
             buffers: by name; names that no stage on this rank reads are ignored.
         """
-        for local_stage in self._own.values():
+        for local_stage in self._local_stages.values():
             local_stage.buffers.update(
                 {name: buffers[name] for name in local_stage.buffers if name in buffers}
             )
@@ -288,7 +282,7 @@ class Pipeline:
     def _given_values(self, index: int, received: Values) -> list[Values]:
         """Return by micro-batch this rank's shards of the given values that stage `index` reads."""
         stage = self.spec.stages[index]
-        coordinate = self._own[index].mesh.coordinate
+        coordinate = self._local_stages[index].mesh.coordinate
         num_microbatches = self.spec.micro.num_microbatches
         result: list[Values] = []
         for number in range(num_microbatches):
@@ -453,13 +447,22 @@ class Delivery:
         return result
 
 
+def _distinct_parameters(stages: Iterable[LocalStage]) -> tuple[nn.Parameter, ...]:
+    """Return the parameters of all stages, each once."""
+    parameters: dict[int, nn.Parameter] = {}
+    for stage in stages:
+        for parameter in stage.parameters.values():
+            parameters[id(parameter)] = parameter
+    return tuple(parameters.values())
+
+
 class SharedSum:
     """Sums one parameter's gradients over the meshes that use it: each sends its own to all others.
 
     Args:
         shared: the parameter.
         spec: of the pipeline.
-        own: the stages on this rank.
+        local_stages: the stages on this rank, by index.
         rank: this one.
         transfer: makes a `Transfer` of plans.
     """
