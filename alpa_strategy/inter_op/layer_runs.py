@@ -167,8 +167,9 @@ def run_candidates(parts: np.ndarray, shape: int, remat: bool | None) -> list[Ru
     num_firsts, num_lasts = once.shape[:2]
     num_layers = np.arange(num_lasts) - np.arange(num_firsts)[:, None]
     num_layers = np.maximum(1, num_layers)[..., None]
+    derived = by_part[Part.DERIVED]
     # All layers but one are rid of their derived values.
-    derived = by_part[Part.DERIVED] * (1 - 1 / num_layers)
+    derived_of_others = derived * (1 - 1 / num_layers)
 
     recomputed = always + working + leaving
     # (recomputes, seconds per micro-batch to derive values of parameters, bytes always, bytes per
@@ -177,7 +178,7 @@ def run_candidates(parts: np.ndarray, shape: int, remat: bool | None) -> list[Ru
         (False, 0.0, always + working, saved + leaving),
         (True, 0.0, recomputed + saved, entering),
         (True, 0.0, recomputed + again, entering + passing),
-        (True, deriving, recomputed - derived + again, entering + passing),
+        (True, deriving, recomputed - derived_of_others + again, entering + passing),
     ]
 
     candidates = []
