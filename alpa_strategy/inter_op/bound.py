@@ -1,12 +1,12 @@
-"""A bound of whole plans: seconds below which no stages of a job's layers can be, whatever cut,
-meshes and schedule.
+"""A lower bound of the seconds of a step, over all pipelines of a job's layers, meshes and
+schedules.
 
-What is bounded by what: docs/formulas.md#inter-op. One stage a mesh: for each maximum that is
-tried, the least sum is a shortest path over (layers, stages and devices left). Several: their mean,
-the longest layer's, or all cuts simulated.
+docs/formulas.md#inter-op derives it. With one stage per mesh, the least sum for each maximum that
+is tried is a shortest path over (layers, stages, devices left). With several stages per mesh it is
+their mean, the longest layer's, or all splits simulated.
 
-Every layer takes its best logical shape and layouts, and a stage takes what floors.py says of those
-that fit into memory beside what the schedule keeps in flight: no plan that is priced can be below.
+Every layer takes its best logical shape and layouts, and a stage the bound of those that fit into
+memory with the schedule's activations in flight (floors.py): no plan that is priced can be below.
 """
 
 import heapq
@@ -73,8 +73,8 @@ def step_bound(space: StageSpace) -> float:
 
 @dataclass(frozen=True)
 class _Costs:
-    """The least that stages may take; arrays [first layer, last + 1, submesh], inf where there is
-    none.
+    """The least costs that stages may have; arrays [first layer, last + 1, submesh], inf if no
+    stage is possible.
     """
 
     job: StageCostTask
@@ -228,8 +228,8 @@ def _work_alone(costs: _Costs) -> float:
 
 @dataclass(frozen=True)
 class _Stages:
-    """Stages of one place, one stage a mesh; arrays [first, last + 1, submesh], inf
-    where there is none.
+    """The stages with one number of stages from them to the end, one stage per mesh; arrays [first,
+    last + 1, submesh], inf if no stage is possible.
     """
 
     # Number of stages from it to the end.

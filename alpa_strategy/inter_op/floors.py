@@ -1,10 +1,11 @@
-"""Seconds below which no stage is that fits into memory: Lagrangian bounds of runs of layers.
+"""Lower bounds of the seconds of stages that fit into memory: Lagrangian bounds of runs of layers.
 
-A stage has to meet two limits of memory: with its activations, and while the optimizer updates. Of
-whatever layouts fit, seconds plus a price of their bytes are at most seconds plus that price of the
+A stage has two limits of memory: with its activations, and while the optimizer updates. For any
+layouts that fit, seconds plus a price of their bytes are at most seconds plus that price of the
 limit. So the least of `seconds + price * bytes` over all layouts, less `price * limit`, is a lower
-bound of the seconds, for every price. The least is found layer by layer, by the elimination that
-prices layers for the stage DP (layer_matrix.py): a sum of layers is below what they take together.
+bound of the seconds, for every price. The least is computed layer by layer, by the elimination that
+prices layers for the stage DP (layer_matrix.py): a sum over layers is below the minimum of all
+together.
 """
 
 from collections.abc import Sequence
@@ -27,13 +28,13 @@ if TYPE_CHECKING:
 
 
 class FloorPrice(NamedTuple):
-    """A price of memory, and which bytes it is of.
+    """A price of memory, and the bytes that it applies to.
 
     Attributes:
         per_byte: seconds per byte (in `EXTRA_PRICES`, multiples of those of the step).
-        alive: micro-batches whose activations count.
-        share: of the limit on bytes with activations; the rest is of that on the optimizer's step.
-        recomputes: 1.0 for stages that recompute, which keep no activations; else 0.0.
+        alive: number of micro-batches whose activations count.
+        share: weight of the limit with activations; the limit of the optimizer's step has the rest.
+        recomputes: 1.0 for stages that recompute, which save no activations; else 0.0.
     """
 
     per_byte: float

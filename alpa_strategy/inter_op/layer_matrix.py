@@ -1,10 +1,10 @@
-"""One layer's least cost from boundary layout to boundary layout: the matrices whose min-plus
-products price every run.
+"""The least cost of one layer from boundary layout to boundary layout: matrices whose min-plus
+products price every run of layers.
 
-Named approximation: inside a stage, values pass from layer to layer in `R` or `S<d>` (never as
-partial values), and of several values that cross a boundary the largest chooses its layout; the
-others follow it dim by dim, and pay where that changes from one boundary to the next. The stages
-that are chosen are solved by the ILP itself.
+This approximates: inside a stage, values pass from layer to layer in `R` or `S<d>` (never as
+partial values). Of several values that cross a boundary the largest chooses its layout; the others
+follow it dim by dim, and are resharded if that differs at the next boundary. The ILP itself solves
+the stages that are chosen.
 """
 
 from collections.abc import Mapping, Sequence
@@ -70,7 +70,7 @@ Price = tuple[float, float]
 
 @dataclass(frozen=True)
 class LayerMatrix:
-    """Of the cheapest assignment from layout p to layout q under price k."""
+    """The costs of the cheapest assignment of a layer, from layout p to layout q under price k."""
 
     # [k, p, q] what was minimised (inf where impossible)
     objective: np.ndarray
@@ -81,8 +81,8 @@ class LayerMatrix:
 
 @dataclass(frozen=True)
 class LayerBoundary:
-    """The boundary values of a layer: which leads, and its layouts. None: nothing crosses, one
-    state.
+    """The boundary values of a layer: the leader at each end, and its layouts. None: nothing
+    crosses, and there is one state.
     """
 
     entering: int | None

@@ -1,5 +1,5 @@
-"""What a user pinned for a pipeline, checked before anything is solved: which pin cannot be met,
-why, and what can.
+"""Checks of the pins of a pipeline before anything is solved: which pin cannot be met, why, and
+what to do.
 """
 
 import math

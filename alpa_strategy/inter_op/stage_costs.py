@@ -1,5 +1,5 @@
-"""What every run of layers costs on every submesh and logical shape, by the same strategies and
-costs as an ILP.
+"""The costs of every run of layers on every submesh and logical shape, by the strategies and costs
+of the ILP.
 
 Layers that are equal by structure are solved once per mesh, from boundary layout to boundary
 layout, for several prices of memory (layer_matrix.py). The costs of all runs follow from that

@@ -3,9 +3,9 @@
 
     minimise  warmup * sum_i t_i + max_i (steady * t_i + steps * g_i)
 
-In whose terms, and how messages count that run beside their sender's work (`sender_share`):
-docs/formulas.md#inter-op. Alpa enumerates t_max; here the bound is on the whole second term, and
-only thresholds that can still win are tried.
+docs/formulas.md#inter-op explains the terms, and how messages count that overlap with their
+sender's work (`sender_share`). Alpa enumerates t_max; here the bound is on the full second term,
+and only thresholds that can still win are tried.
 """
 
 from collections.abc import Iterator, Sequence
@@ -22,8 +22,8 @@ GRID = 1e-3
 
 @dataclass(frozen=True)
 class StageTables:
-    """What every stage would cost. L layers, m submeshes, c candidates (logical shapes, remat,
-    prices of memory, ...).
+    """The costs of all possible stages: L layers, m submeshes, c candidates (logical shapes,
+    recomputation, prices of memory, ...).
     """
 
     # [m] devices of a submesh
@@ -79,7 +79,7 @@ class StageTables:
 
 @dataclass(frozen=True)
 class StageRange:
-    """One chosen stage: layers [first, last) on submesh `submesh` by candidate `candidate` of the
+    """A chosen stage: layers [first, last) on submesh `submesh`, by candidate `candidate` of the
     tables.
     """
 
@@ -151,8 +151,8 @@ def solve_stages(
 
 @dataclass(frozen=True)
 class StageOption:
-    """Stages on one submesh that some next submeshes may follow, or none; candidates come first:
-    [c, first, last].
+    """The stages on one submesh that some next submeshes may follow, or none; arrays [c, first,
+    last].
     """
 
     # [last] seconds of the messages to the next stage, both ways; 0 after the last stage
@@ -173,8 +173,8 @@ class StageOption:
 
 @dataclass(eq=False)
 class _Search:
-    """The tables brought into the DP's order, and the DP for one threshold; arguments as of
-    `solve_stages`.
+    """The tables in the DP's order of axes, and the DP for one threshold. Attributes: as the
+    arguments of `solve_stages`.
     """
 
     tables: StageTables

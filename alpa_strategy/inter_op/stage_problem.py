@@ -31,9 +31,9 @@ PER_STEP = -2
 
 @dataclass(frozen=True)
 class CostBreakdown:
-    """Arrays per strategy of a choice, or [source, target] of a transfer. Seconds and bytes.
+    """Seconds and bytes: arrays per strategy of a choice, or [source, target] of a transfer.
 
-    What runs once per step is of the span `PER_STEP`: `once` and `always` are all that it has in a
+    Ops that run once per step have the segment `PER_STEP`, and only `once` and `always` in a
     forward.
     """
 
@@ -74,7 +74,9 @@ def zero_costs(size: int) -> CostBreakdown:
 
 @dataclass(frozen=True)
 class StageProblem:
-    """`intra` (restricted or not) with the parts of its choices and transfers."""
+    """An intra-op problem `intra` (restricted or not), and the cost breakdown of its choices and
+    transfers.
+    """
 
     intra: IntraOp
     choices: tuple[CostBreakdown, ...]
@@ -84,9 +86,11 @@ class StageProblem:
 
 @dataclass(frozen=True)
 class StageCost:
-    """What an assignment costs; see `CostBreakdown`. `again` per span; `working` are temporary
-    bytes on top, `update` those
-    of the optimizer's step, when activations are gone."""
+    """The costs of an assignment, see `CostBreakdown`.
+
+    `again` has one number per recompute segment. `working` are temporary bytes in addition,
+    `update` those of the optimizer's step, when activations are freed.
+    """
 
     forward: float
     backward: float
@@ -362,8 +366,8 @@ def beside_compute(intra: IntraOp, assignment: Sequence[int], cost: StageCost) -
 
 @dataclass(frozen=True)
 class RematSpans:
-    """The spans of a stage; `starts`: positions among its ops at which they begin, the first is
-    0.
+    """The recompute segments of a stage. `starts` are the positions among its ops at which they
+    begin; the first is 0.
     """
 
     intra: IntraOp

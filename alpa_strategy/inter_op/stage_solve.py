@@ -1,6 +1,8 @@
-"""A chosen stage solved exactly: the ILP of a single stage, weighted for micro-batches, with memory
-by those in
-flight, and where it recomputes, the spans that need least memory."""
+"""Solves a chosen stage exactly: the ILP of a single stage, weighted for micro-batches, with the
+memory of those in flight.
+
+A stage that recomputes gets the recompute segments that need the least memory.
+"""
 
 import math
 from collections.abc import Callable, Hashable, Mapping
@@ -47,7 +49,7 @@ HOST_PRICES = 8
 
 @dataclass(frozen=True)
 class StageRequest:
-    """What the DP chose: ops [first, last) on a submesh and logical shape."""
+    """A stage that the DP chose: ops [first, last) on a submesh and logical shape."""
 
     first: int
     last: int
@@ -77,7 +79,7 @@ class StageRequest:
 
 @dataclass(frozen=True)
 class SolvedStage:
-    """The stage's plan (`first_device` 0) with its parts of cost and proved gap."""
+    """A stage's plan (with `first_device` 0), its costs and its proved gap."""
 
     plan: StagePlan
     cost: StageCost
@@ -92,8 +94,8 @@ class SolvedStage:
 
 @dataclass(frozen=True)
 class PricedStage:
-    """A stage's problem on its mesh, and the optimum `free` if memory were: no plan of the stage is
-    faster.
+    """A stage's problem on its mesh, and `free`, its optimum without a memory limit: no plan of the
+    stage is faster.
     """
 
     job: StageCostTask
@@ -143,7 +145,7 @@ class PricedStage:
 
 
 class StageSolver:
-    """Solves stages of one job; stages that are the same by structure share one solution."""
+    """Solves stages of one job; stages that are equal by structure share one solution."""
 
     def __init__(self, job: StageCostTask) -> None:
         self.job = job

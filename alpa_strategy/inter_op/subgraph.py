@@ -1,8 +1,8 @@
-"""A run of a step's ops as a StepGraph of its own: what a stage executes. Values keep the whole
-step's numbers.
+"""A run of a step's ops as a StepGraph: the part that a stage executes. Values have the numbers of
+the full step.
 
-A stage's inputs are those parameters, buffers, constants and batch leaves that it reads, and
-`received`: values that earlier stages make. What later stages read is `sent`.
+A stage's inputs are the parameters, buffers, constants and batch leaves that it reads, and
+`received`: values that earlier stages compute. Values that later stages read are `sent`.
 """
 
 from bisect import bisect_left

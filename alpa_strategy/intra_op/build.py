@@ -40,8 +40,8 @@ from alpa_strategy.sharding.strategies import is_random
 
 @dataclass(frozen=True)
 class TransferLayouts:
-    """The layouts behind a Transfer's indices: of value `value`, rows `sources`, columns
-    `targets`.
+    """The layouts of a transfer's indices: of value `value`, `sources` are the rows of its tables
+    and `targets` the columns.
     """
 
     value: int
@@ -62,9 +62,7 @@ class TransferLayouts:
 
 @dataclass(frozen=True)
 class BoundaryChoice:
-    """The choice that stands for a received or sent value: index in `problem.choices`, and its
-    layouts.
-    """
+    """The choice of a received or sent value: its index in `problem.choices`, and its layouts."""
 
     choice: int
     layouts: tuple[DualLayout, ...]
@@ -72,7 +70,7 @@ class BoundaryChoice:
 
 @dataclass(frozen=True)
 class IntraOp:
-    """A problem with what is needed to read its solution back."""
+    """A problem, and all that is needed to read its solution back."""
 
     step: StepGraph
     tables: "OptionTables"
@@ -123,8 +121,8 @@ class IntraOp:
 
     @cached_property
     def gathered_again(self) -> frozenset[int]:
-        """Values that are not kept where they are gathered for use: parameters, and what is made of
-        them per step.
+        """Values that are not saved in the layout in which they are gathered for use: parameters,
+        and values made of them once per step.
         """
         return self.per_step.values.union(
             (p.value for p in self.step.parameters), casts_of_parameters(self.step)
@@ -133,12 +131,13 @@ class IntraOp:
 
 @dataclass(frozen=True)
 class TransferTables:
-    """What a value's transfer has in common with those of values like it.
+    """The tables that a value's transfer shares with those of equal values.
 
     Attributes:
-        source, asked: indices of layouts by strategy, of what makes it and of each that reads it.
-        sources, targets: the layouts. cost, memory, hidden: [source, target], see `Transfer` and
-            `TransferLayouts`.
+        source: [strategy] index of the layout that the maker gives.
+        asked: [reader][strategy] index of the layout that a reader requires.
+        sources, targets: the layouts.
+        cost, memory, hidden: [source, target], see `Transfer` and `TransferLayouts`.
     """
 
     source: np.ndarray
@@ -151,7 +150,7 @@ class TransferTables:
 
 
 class OptionTables:
-    """Options per op call and per parameter shape on one mesh, worked out once for all layers that
+    """Options per op call and per parameter shape on one mesh, computed once for all layers that
     share them.
     """
 
@@ -298,7 +297,7 @@ def build(step: StepGraph, tables: OptionTables) -> IntraOp:
 
 
 class _Builder:
-    """The problem while it grows: first the choices of parameters and ops, then the fixed ones,
+    """The problem under construction: first the choices of parameters and ops, then the fixed ones,
     then the transfers.
     """
 

@@ -1,5 +1,5 @@
-"""Reads a solved intra-op problem back: strategies, parameter plans, collectives, parts of its time
-and memory.
+"""Reads a solved intra-op problem back: strategies, parameter plans, collectives, seconds and
+bytes.
 """
 
 from collections import defaultdict
@@ -288,7 +288,7 @@ def begun(sizes: Sequence[int], prefetched_bytes: int) -> Iterator[int]:
 
 
 class _Gathering(NamedTuple):
-    """Of a parameter for op number `op` of the stage, its first use in this layout."""
+    """A gather of a parameter for op number `op` of the stage, its first use in this layout."""
 
     op: int
     num_bytes: int

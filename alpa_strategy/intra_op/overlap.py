@@ -1,15 +1,15 @@
-"""Products beside collectives: which ops they are, and how much of tensor parallelism's sums they
-hide.
+"""Matmuls that overlap with collectives: which ops they are, and how much of tensor parallelism's
+all-reduces they hide.
 
-Between two layers cut over an axis, the backward sums the gradient of their input over its devices,
-and the forward the result of the second. Devices have no other work meanwhile but the products
-themselves (`lower/overlapped_matmul.py`):
+Between two layers that are sharded over an axis, the backward sums the gradient of their input over
+its devices, and the forward the result of the second. Devices have no other work meanwhile but the
+matmuls themselves (`lower/overlapped_matmul.py`):
 
-    backward   the input's gradient first, its sum begins, the weights' gradients beside it
+    backward   the input's gradient first, its sum is launched, then the weights' gradients
     forward    samples in a few chunks: one is summed while the next is multiplied
                (`StagePlan.num_chunks`)
 
-What runs beside compute costs no time as far as the cluster's `overlap` says.
+Overlapped communication costs no time, in the share that the cluster's `overlap` specifies.
 """
 
 from collections.abc import Sequence
@@ -49,7 +49,7 @@ _PRODUCTS: dict[Any, tuple[str, str, str | None, bool]] = {
 
 @dataclass(frozen=True)
 class Product:
-    """Of rows with a weight."""
+    """A matmul of samples and a weight."""
 
     # rows, weight, bias: numbers of the op's operands
     rows: int

@@ -1,6 +1,7 @@
-"""What of a stage's work belongs to the step and not to its micro-batches: ops on parameters and
-constants alone, such as casts, transposed copies and weight norm. Planner and lowering both ask
-here which ops these are.
+"""The work of a stage that is done once per step instead of once per micro-batch: ops on parameters
+and constants alone, such as casts, transposed copies and weight norm.
+
+Planner and lowering both use this module.
 """
 
 from dataclasses import dataclass
@@ -15,8 +16,8 @@ from alpa_strategy.sharding.strategies import is_random
 
 @dataclass(frozen=True)
 class Derivation:
-    """Ops that make values of parameters, and share values with each other: run together, once per
-    step.
+    """Ops that compute values from parameters and share values with each other: they run together,
+    once per step.
     """
 
     # Positions in the graph, constants that they need included.
@@ -31,7 +32,7 @@ class Derivation:
 
 @dataclass(frozen=True)
 class PerStep:
-    """A stage's derivations; `ops`: positions of the ops that the micro-batches are rid of."""
+    """A stage's derivations. `ops` are the positions of the ops that micro-batches do not run."""
 
     derivations: tuple[Derivation, ...] = ()
     ops: frozenset[int] = frozenset()

@@ -1,13 +1,13 @@
-"""The intra-op problem in the solver's own terms: choices, transfers, seconds and bytes. No
-tensors, no torch.
+"""The intra-op problem as the solver sees it: choices, transfers, seconds and bytes. No tensors, no
+torch.
 
     minimise    sum_c cost[c][s_c]  +  sum_t sum_{q used} cost[t][p_t, q]
     subject to  sum_c memory[c][s_c] + sum_t sum_{q used} memory[t][p_t, q] <= memory_limit
 
 where s_c is the strategy taken by choice c, p_t the source layout that the producer of transfer t
-gives, and q runs
-over the *distinct* target layouts that the consumers of t ask for: a value brought to one layout
-for three consumers is paid for once (docs/formulas.md#intra-op, the y and z variables).
+gives, and q runs over the *distinct* target layouts that the consumers of t require: a value that
+three consumers require in one layout is paid for once (docs/formulas.md#intra-op, the y and z
+variables).
 """
 
 from collections.abc import Mapping, Sequence
@@ -29,8 +29,8 @@ class Choice:
 
 @dataclass(frozen=True)
 class Use:
-    """A consumer of a transferred value: `layout[k]` is the target layout index that its strategy k
-    asks for.
+    """A consumer of a transferred value: its strategy k requires the target layout with the index
+    `layout[k]`.
     """
 
     choice: int
@@ -50,16 +50,16 @@ class Transfer:
     source: np.ndarray
     uses: tuple[Use, ...]
 
-    # Seconds, [num_source_layouts, num_target_layouts]; `inf` where there is no way.
+    # Seconds, [num_source_layouts, num_target_layouts]; `inf` if it is impossible.
     cost: np.ndarray
 
-    # Bytes kept because of the target copy, same shape.
+    # Bytes stored for the copy in the target layout, same shape.
     memory: np.ndarray
 
 
 @dataclass(frozen=True)
 class Problem:
-    """A whole instance. `memory_limit` in bytes (inf: none)."""
+    """A problem instance. `memory_limit` is in bytes (inf: none)."""
 
     choices: tuple[Choice, ...]
     transfers: tuple[Transfer, ...]
@@ -68,7 +68,7 @@ class Problem:
 
 @dataclass(frozen=True)
 class Solution:
-    """An assignment (strategy index per choice) with its objective and how sure it is."""
+    """An assignment (strategy index per choice) with its objective, and the proved bound."""
 
     assignment: tuple[int, ...]
     seconds: float

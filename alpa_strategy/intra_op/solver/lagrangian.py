@@ -23,8 +23,8 @@ MAX_SWEEPS = 20
 
 @dataclass(frozen=True)
 class Dual:
-    """The best price found (s/byte), its bound (s), and the hull's points on both sides of the
-    limit.
+    """The best price (seconds per byte), its bound (seconds), and the hull's points on both sides
+    of the limit.
     """
 
     price: float

@@ -1,4 +1,6 @@
-"""A problem's network at any price of memory: what does not depend on the price is made once."""
+"""A problem's network at any price of memory. The parts that do not depend on the price are
+computed once.
+"""
 
 from dataclasses import dataclass
 from functools import cached_property

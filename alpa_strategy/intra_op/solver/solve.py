@@ -49,8 +49,8 @@ MAX_COLUMNS = 150_000
 
 @dataclass(frozen=True)
 class Incumbent:
-    """A solution of a presolved problem: assignment in its own indices (None: none found), bound in
-    seconds.
+    """A solution of a presolved problem: the assignment in its indices (None: there is none), and a
+    bound in seconds.
     """
 
     assignment: list[int] | None

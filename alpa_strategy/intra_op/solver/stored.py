@@ -1,6 +1,6 @@
-"""`solve`, whose results are stored while a planning goes on: see `partial_results.py`.
+"""`solve`, whose results are stored while planning: see `partial_results.py`.
 
-The key is the whole problem, so a stored solution is right whatever graph, cluster and costs the
+The key is the full problem, so a stored solution is right whatever graph, cluster and costs the
 problem was made from. It is evaluated again when it is read.
 """
 
