@@ -261,13 +261,13 @@ class AxisComm:
         return Pending(lambda: received, work, self._is_polled)
 
     def _at_once(self, tensor: Tensor) -> "AxisComm":
-        """The fastest axis for a collective on `tensor` that is waited for at once."""
+        """Return the fastest axis for a collective on `tensor` that is waited for at once."""
         if self._shared is None or tensor.is_cuda:
             return self
         return self._shared
 
     def _for_sums(self, tensor: Tensor) -> "AxisComm":
-        """The fastest axis for sums that are launched. Collective at the first call."""
+        """Return the fastest axis for sums that are launched. Collective at the first call."""
         if self._shared is None or tensor.is_cuda:
             return self
         if self._shared_sums is None:
@@ -275,7 +275,9 @@ class AxisComm:
         return self._shared_sums
 
     def _in_shared_memory(self) -> "AxisComm | None":
-        """This axis with a shared-memory group that no other axis uses, or None. Collective."""
+        """Return this axis with a shared-memory group that no other axis uses; None if there is
+        none. Collective.
+        """
         shared = shared_memory_group(self.group, self.index, self.size)
         if shared is None:
             return None
@@ -477,9 +479,9 @@ def _build_one(
 def _group_of(
     ranks: tuple[int, ...], use: Any, group: Any = None, is_own: bool = False, local: bool = False
 ) -> Any:
-    """A process group of `ranks` of `group`.
+    """Return a process group of `ranks` of `group`.
 
-    `group` itself if it has the same ranks in the same order, or if there is one rank.
+    It is `group` itself if that has the same ranks in the same order, or if there is one rank.
 
     Args:
         use: as for `lasting_group`.

@@ -98,7 +98,7 @@ class RingAttention(torch.autograd.Function):
 
 
 def _wide(tensor: Tensor) -> torch.dtype:
-    """The dtype of sums over devices: at least float32."""
+    """Return the dtype of sums over devices: at least float32."""
     return torch.promote_types(tensor.dtype, torch.float32)
 
 
@@ -110,7 +110,9 @@ def _cut(tensor: Tensor, rows: slice) -> Tensor:
 
 
 def _around(comm: AxisComm, flat: Tensor) -> Iterator[tuple[int, Tensor]]:
-    """(source device, its keys and values), step by step; the next ones are received meanwhile."""
+    """Yield (source device, its keys and values), step by step; the next ones are received
+    meanwhile.
+    """
     for step in range(comm.size):
         # The last ones have been on every device.
         is_last = step == comm.size - 1
@@ -162,8 +164,8 @@ def _flat(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def _zigzag(comm: AxisComm, tensors: Tensors, back: bool = False) -> Tensors:
-    """Chunks in order -> halves i and 2 n - 1 - i on device i, of every tensor [..., rows, width];
-    or back.
+    """Return the tensors with halves i and 2 n - 1 - i on device i in place of chunk i, of every
+    tensor [..., rows, width]; with `back` the inverse.
     """
     n, i = comm.size, comm.index
     in_order = [(2 * device, 2 * device + 1) for device in range(n)]
@@ -218,8 +220,11 @@ def _attend(query: Tensor, pair: Tensors, causal: bool, scale: float) -> tuple[T
 def _attend_backward(
     grad: Tensor, query: Tensor, pair: Tensors, merged: Tensors, causal: bool, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of query, key, value. `pair`: key and value; `merged`: result and log-sum-exp over
-    all columns.
+    """Return the gradients of query, key and value.
+
+    Args:
+        pair: key and value.
+        merged: result and log-sum-exp over all columns.
     """
     groups, (out, lse) = pair[0].shape[1], merged
     key, value = (_as_heads(x, query) for x in pair)
@@ -274,7 +279,7 @@ def _scores(query: Tensor, key: Tensor, causal: bool, scale: float) -> Tensor:
 
 
 def _as_heads(tensor: Tensor, query: Tensor) -> Tensor:
-    """Heads that several query heads share, once for each of them."""
+    """Return the heads that several query heads share, repeated for each of them."""
     groups = query.shape[1] // tensor.shape[1]
     return tensor if groups == 1 else tensor.repeat_interleave(groups, 1)
 
