@@ -104,19 +104,20 @@ class PricedStage:
     # Not restricted, one transfer per value.
     whole: IntraOp
 
-    # Restricted, cut at all of the wish's starts.
+    # Restricted, split into recompute segments at all starts of the request.
     intra: IntraOp
     free: Solution
     recompute_per_microbatch: bool
 
-    # The parts of `intra`, where they are there already.
+    # The costs of `intra`, if they are computed already.
     known: StageProblem | None = None
-    # what stages with the same problem have in common; None: the problem was changed
+
+    # Equal for stages with the same problem; None: the problem was changed.
     key: Hashable | None = None
 
     @cached_property
     def finest(self) -> StageProblem:
-        """`intra` with its parts."""
+        """`intra` with its costs split by when they arise."""
         return self.known or take_apart(self.intra, self.request.starts)
 
     def problem(self, starts: tuple[int, ...]) -> StageProblem:
@@ -125,10 +126,8 @@ class PricedStage:
         """
         if starts == self.request.starts:
             return self.finest
-        intra, pins = (
-            RematSpans(self.whole, starts).split(),
-            options_of_part(self.job.options, self.whole.step),
-        )
+        intra = RematSpans(self.whole, starts).split()
+        pins = options_of_part(self.job.options, self.whole.step)
         return take_apart(restrict(intra, pins, self.job.optimizer, self.request.pinned), starts)
 
     def changed(self, change: Callable[[IntraOp], IntraOp]) -> "PricedStage":
@@ -439,8 +438,8 @@ class StageSolver:
             compute += count * each * cost.forward / max(cost.seconds(), 1e-30)
         compute = min(compute, seconds - optimizer)
         peak = cost.num_bytes(request.alive / request.stages_per_mesh, request.remat)
-        room = self.job.memory_limit - cost.num_bytes(request.alive, request.remat)
-        ahead = bytes_ahead(intra, assignment, room / (2 * request.stages_per_mesh))
+        headroom = self.job.memory_limit - cost.num_bytes(request.alive, request.remat)
+        ahead = bytes_ahead(intra, assignment, headroom / (2 * request.stages_per_mesh))
         # Parameters and, in the backward, gradients.
         peak += 2 * ahead
         communication = max(0.0, seconds - compute - optimizer)

@@ -135,13 +135,13 @@ class TransferTables:
 
     Attributes:
         source: [strategy] index of the layout that the maker gives.
-        asked: [reader][strategy] index of the layout that a reader requires.
+        required: [reader][strategy] index of the layout that a reader requires.
         sources, targets: the layouts.
         cost, memory, hidden: [source, target], see `Transfer` and `TransferLayouts`.
     """
 
     source: np.ndarray
-    asked: tuple[np.ndarray, ...]
+    required: tuple[np.ndarray, ...]
     sources: tuple[DualLayout, ...]
     targets: tuple[DualLayout, ...]
     cost: np.ndarray
@@ -454,7 +454,7 @@ class _Builder:
             lambda: self._transfer_tables(value, ends, is_parameter, *storage),
         )
         uses = tuple(
-            Use(choice, layout) for (choice, _), layout in zip(asks, tables.asked, strict=True)
+            Use(choice, layout) for (choice, _), layout in zip(asks, tables.required, strict=True)
         )
         transfer = Transfer(f"v{value}", producer, tables.source, uses, tables.cost, tables.memory)
         layouts = TransferLayouts(value, tables.sources, tables.targets, tables.hidden)

@@ -261,14 +261,14 @@ def _gathered(
             )
 
 
-# --- How far ahead of its use a parameter is gathered (ZeRO-3).
+# --- How long before its use a parameter is gathered (ZeRO-3).
 #
-# A gathering that begins when its op is reached holds up the op. One that begins earlier goes on
-# beside other ops, and its parameter is whole for longer. As many bytes are in flight as hide what
-# can be hidden, and as there is room for.
+# A gather that is launched when its op is reached delays the op. One that is launched earlier
+# overlaps with other ops, and its parameter is full for longer. As many bytes are in flight as hide
+# all that can be hidden, and as memory allows.
 
 
-def begun(sizes: Sequence[int], prefetched_bytes: int) -> Iterator[int]:
+def launched_counts(sizes: Sequence[int], prefetched_bytes: int) -> Iterator[int]:
     """Yield, per gather in the order of the program, how many gathers are launched when it is
     waited for.
 
@@ -276,13 +276,15 @@ def begun(sizes: Sequence[int], prefetched_bytes: int) -> Iterator[int]:
         sizes: bytes of each.
         prefetched_bytes: most bytes that are gathered in addition to the one that is waited for.
     """
-    count = under_way = 0
+    count = 0
+    in_flight = 0
     for number, size in enumerate(sizes):
         if count <= number:
-            count, under_way = number + 1, size
-        under_way -= size
-        while count < len(sizes) and under_way + sizes[count] <= prefetched_bytes:
-            under_way += sizes[count]
+            count = number + 1
+            in_flight = size
+        in_flight -= size
+        while count < len(sizes) and in_flight + sizes[count] <= prefetched_bytes:
+            in_flight += sizes[count]
             count += 1
         yield count
 
@@ -295,21 +297,21 @@ class _Gathering(NamedTuple):
     seconds: float
 
 
-def bytes_ahead(intra: IntraOp, assignment: Sequence[int], room: float) -> int:
-    """Return `StagePlan.prefetched_bytes` of an assignment, at most `room`."""
+def bytes_ahead(intra: IntraOp, assignment: Sequence[int], headroom: float) -> int:
+    """Return `StagePlan.prefetched_bytes` of an assignment, at most `headroom`."""
     gatherings = sorted(_gatherings(intra, assignment), key=lambda gathering: gathering.op)
     of_ops = zip(intra.ops, assignment[len(intra.parameters) :], strict=False)
     before = np.cumsum([0.0, *(float(options.forward_seconds[k]) for options, k in of_ops)])
+
     sizes = [gathering.num_bytes for gathering in gatherings]
     largest = max(sizes, default=1)
     doubled = (largest << k for k in range((sum(sizes) // largest).bit_length()))
-    tried = [0, *(size for size in doubled if size <= room)]
-    seconds = [_forward_seconds(gatherings, before, gathering) for gathering in tried]
-    # What gains less than 0.5 % is not worth twice the memory.
+    tried = [0, *(size for size in doubled if size <= headroom)]
+    seconds = [_forward_seconds(gatherings, before, num_bytes) for num_bytes in tried]
+    # A gain of less than 0.5 % is not worth twice the memory.
+    enough = 1.005 * min(seconds)
     return next(
-        gathering
-        for gathering, taken in zip(tried, seconds, strict=True)
-        if taken <= 1.005 * min(seconds)
+        num_bytes for num_bytes, taken in zip(tried, seconds, strict=True) if taken <= enough
     )
 
 
@@ -321,11 +323,12 @@ def _forward_seconds(
     Args:
         before: [ops + 1] seconds of the ops up to each.
     """
-    waited = link = 0.0
+    waited = 0.0
+    # When the links are free.
+    link = 0.0
     ends: list[float] = []
-    for number, count in enumerate(
-        begun([gathering.num_bytes for gathering in gatherings], prefetched_bytes)
-    ):
+    sizes = [gathering.num_bytes for gathering in gatherings]
+    for number, count in enumerate(launched_counts(sizes, prefetched_bytes)):
         now = before[gatherings[number].op] + waited
         while len(ends) < count:
             link = max(link, now) + gatherings[len(ends)].seconds

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from alpa_strategy.intra_op.decode import begun
+from alpa_strategy.intra_op.decode import launched_counts
 from alpa_strategy.ir.op import OpCall
 
 
@@ -86,7 +86,7 @@ def launch_early(lines: Sequence[Line], prefetched_bytes: int = 0) -> list[Line]
     num_launched = dict(
         zip(
             gathers,
-            begun([lines[number].gathers for number in gathers], prefetched_bytes),
+            launched_counts([lines[number].gathers for number in gathers], prefetched_bytes),
             strict=True,
         )
     )

@@ -233,15 +233,15 @@ def improve(problem: Problem, assignment: Sequence[int], near: Neighbourhood) ->
     current = list(assignment)
     for _ in range(MAX_SWEEPS):
         moved = False
-        room = problem.memory_limit - evaluate(problem, current)[1]
+        headroom = problem.memory_limit - evaluate(problem, current)[1]
         for c in range(len(current)):
             if len(problem.choices[c].cost) == 1:
                 continue
             s, b = near.totals(current, c)
-            fits = np.where(b - b[current[c]] <= room, s, np.inf)
+            fits = np.where(b - b[current[c]] <= headroom, s, np.inf)
             k = int(fits.argmin())
             if fits[k] < s[current[c]]:
-                room -= b[k] - b[current[c]]
+                headroom -= b[k] - b[current[c]]
                 current[c] = k
                 moved = True
         if not moved:
