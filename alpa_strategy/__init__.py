@@ -98,9 +98,9 @@ def _register() -> None:
         checkpointing = importlib.import_module("alpa_strategy.lightning.checkpointing")
         cli_checkpoints = importlib.import_module("alpa_strategy.lightning.cli_checkpoints")
         other_entries = importlib.import_module("alpa_strategy.lightning.other_entries")
-    checkpointing.let_directories_load()
+    checkpointing.register_directory_loading()
     cli_checkpoints.let_cli_read_directories()
-    other_entries.name_the_cures()
+    other_entries.wrap_other_entries()
     if "alpa" not in StrategyRegistry:
         about = "Solved shardings: plans how the module is parallelised"
         StrategyRegistry.register("alpa", strategy.AlpaStrategy, description=about)

@@ -66,7 +66,7 @@ class Schedule:
     # Whether the planner tries it if the user requests no schedule.
     is_searched: bool = False
 
-    # Bubble of the closed form of a step's time (see `terms`). None: equal stages are simulated.
+    # Bubble in the `closed_form` of a step's time. None: equal stages are simulated.
     bubble: float | None = None
 
     # (num_meshes, num_microbatches, stages per mesh) -> the result of `in_flight` in closed form.
@@ -125,7 +125,7 @@ class PipelineLatency:
     steady: float
 
 
-def why_not(schedule: str, num_meshes: int, num_microbatches: int) -> str | None:
+def refusal(schedule: str, num_meshes: int, num_microbatches: int) -> str | None:
     """Return why a schedule cannot run these meshes and micro-batches; None if it can."""
     if schedule not in SCHEDULES:
         return f"the schedule {schedule!r} is unknown"
@@ -140,7 +140,7 @@ def mesh_of(schedule: str, num_meshes: int, stage: int) -> int:
     return stage % num_meshes
 
 
-def terms(
+def closed_form(
     schedule: str, num_meshes: int, num_microbatches: int, v: int = 1, splits: bool = True
 ) -> PipelineLatency:
     """Return the closed form of a step's time.
@@ -499,7 +499,7 @@ def _alive(order: Sequence[Action]) -> int:
 
 def _check(schedule: str, num_meshes: int, num_microbatches: int) -> None:
     """Raise PlanError if the schedule cannot run these numbers of meshes and micro-batches."""
-    reason = why_not(schedule, num_meshes, num_microbatches)
+    reason = refusal(schedule, num_meshes, num_microbatches)
     if reason is not None:
         raise PlanError(
             reason, f"choose another number of micro-batches, or one of {', '.join(SCHEDULES)}"

@@ -514,8 +514,8 @@ class AlpaStrategy(ParallelJob):
 
     @override
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """Reduce a value over ranks with different samples. With `batch_scope="global"` all ranks
-        have the same value already."""
+        """Return a tensor reduced over `group` (None: all ranks with different samples); any other
+        value, and a tensor under `batch_scope="global"`, unchanged."""
         if group is None and self.run is not None:
             group = self.run.peers
 

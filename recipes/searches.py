@@ -33,8 +33,8 @@ from itertools import accumulate, combinations, pairwise, product
 import numpy as np
 
 from alpa_strategy.inter_op.equal_meshes import EqualMeshes
+from alpa_strategy.inter_op.mesh_options import allowed_shapes
 from alpa_strategy.inter_op.simulation import simulated_seconds
-from alpa_strategy.inter_op.stage_costs import allowed_shapes
 from alpa_strategy.inter_op.stage_dp import StageRange
 from alpa_strategy.inter_op.stage_problem import weighted
 from alpa_strategy.inter_op.stage_solve import StageRequest, StageSolver
@@ -44,7 +44,7 @@ from alpa_strategy.intra_op.solver.lagrangian import Neighbourhood
 from alpa_strategy.ir.plan import Plan
 from alpa_strategy.planner.pipeline_search import plan_pipeline
 from alpa_strategy.planner.task import PlanTask
-from alpa_strategy.schedules import SCHEDULES, in_flight, why_not
+from alpa_strategy.schedules import SCHEDULES, in_flight, refusal
 
 HEAT = 0.02  # by what share a change may be worse to be taken once in e times
 LOOKS = 20  # at what a chain of layouts has come to
@@ -115,7 +115,7 @@ class Space(StageSpace):
             or (v > 1 and len(set(sizes)) > 1)
         ):
             return None
-        if why_not(schedule, ranks, job.num_microbatches) or sum(counts) != job.num_layers:
+        if refusal(schedule, ranks, job.num_microbatches) or sum(counts) != job.num_layers:
             return None
         cuts = list(accumulate(counts, initial=0))
         if v > 1:

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from alpa_strategy import open_checkpoint
-from alpa_strategy.checkpoint import directory, restricted
+from alpa_strategy.checkpoint import opening
 from alpa_strategy.checkpoint.saving import CheckpointWriter
 from alpa_strategy.checkpoint.tensors import Chunk, LocalShards, StoredTensor, map_tensors
 
@@ -59,29 +59,30 @@ def main() -> None:
     state = {
         f"w{i}": LocalShards(value.shape, value.dtype, [Chunk((0,), value)]) for i in range(count)
     }
-    checksum, found = restricted.checksum, []
+    checksum = opening.checksum
+    rows = []
     with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
         path = Path(folder) / "checkpoint"
         for _ in range(arguments.rounds):
             writing, write_sums, reading, read_sums = (Clock() for _ in range(4))
-            directory.checksum = write_sums(checksum)  # type: ignore[assignment]
+            opening.checksum = write_sums(checksum)  # type: ignore[assignment]
             writing(CheckpointWriter(None, True).save)({"state_dict": state}, path)
-            restricted.checksum = read_sums(checksum)  # type: ignore[assignment]
+            opening.checksum = read_sums(checksum)  # type: ignore[assignment]
             reading(
                 lambda: map_tensors(
                     open_checkpoint(path), StoredTensor, lambda stored: stored.whole()
                 )
             )()
-            found.append([writing, write_sums, reading, read_sums])
-            restricted.checksum = checksum
+            rows.append([writing, write_sums, reading, read_sums])
+            opening.checksum = checksum
     for name, whole, sums in (("writing", 0, 1), ("reading", 2, 3)):
         for clock in ("wall", "processor"):
-            all_of_it, of_sums = (
-                statistics.median(getattr(row[i], clock) for row in found) for i in (whole, sums)
+            seconds, of_sums = (
+                statistics.median(getattr(row[i], clock) for row in rows) for i in (whole, sums)
             )
-            share = f"{of_sums / all_of_it:.0%}"
+            share = f"{of_sums / seconds:.0%}"
             print(
-                f"{name}, {clock}: {all_of_it / gigabytes:.2f} s/GB, checksums"
+                f"{name}, {clock}: {seconds / gigabytes:.2f} s/GB, checksums"
                 f" {of_sums / gigabytes:.2f} ({share})"
             )
 

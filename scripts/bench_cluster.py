@@ -137,9 +137,9 @@ def lower_without_overlap(*args: Any, overlaps: bool) -> Any:
 
 
 def chunks_of(stage: dict[str, Any], num_chunks: int) -> dict[str, Any]:
-    """Return the fields of a stage whose matmuls are all split into `num_chunks`."""
+    """Return the plan file's fields of a stage whose matmuls are all split into `num_chunks`."""
     matmuls = [name for name in stage["strategies"] if name.startswith("linear")]
-    return {"num_chunks": dict.fromkeys(matmuls, num_chunks)}
+    return {"in_parts": dict.fromkeys(matmuls, num_chunks)}
 
 
 def train(args: argparse.Namespace, case: Case, strategy: Any, batch_size: int) -> list[float]:

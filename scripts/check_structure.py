@@ -35,15 +35,15 @@ MIN_COMMENT_SHARE = 0.03
 
 # How many places may break each rule, all code folders together, while the code is rewritten.
 BUDGETS: dict[str, int] = {
-    "dense": 12,
+    "dense": 6,
     "long-docs-line": 0,
-    "long-file": 2,
-    "long-function": 2,
-    "long-line": 2,
-    "nested-comprehension": 4,
-    "phrase": 1,
-    "ternary-in-comprehension": 12,
-    "tuple-assignment": 2,
+    "long-file": 1,
+    "long-function": 0,
+    "long-line": 0,
+    "nested-comprehension": 1,
+    "phrase": 0,
+    "ternary-in-comprehension": 5,
+    "tuple-assignment": 1,
 }
 
 # Imports inside functions, and why: packages that are slow to import or may be missing, and the
@@ -94,6 +94,9 @@ PHRASES = {
 
 # Files that have the phrases to look for them.
 QUOTE_PHRASES = {"scripts/check_structure.py", "tests/structure/test_structure.py"}
+
+# (file, phrase) of values in plan files, which older versions wrote as well.
+FILE_VALUES = {("alpa_strategy/ir/plan.py", "as written")}
 
 COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 DENSE_KINDS = (*COMPREHENSIONS, ast.IfExp, ast.BoolOp, ast.NamedExpr, ast.Lambda)
@@ -381,7 +384,8 @@ def all_violations(root: Path = ROOT) -> list[Violation]:
             violations += layout_violations(in_root)
             if in_root.path not in QUOTE_PHRASES:
                 for number, text in prose_of(file):
-                    violations += phrase_violations(in_root.path, number, text)
+                    if (in_root.path, text) not in FILE_VALUES:
+                        violations += phrase_violations(in_root.path, number, text)
             if name == PACKAGE.name:
                 violations += structure_violations(file)
     return violations

@@ -105,23 +105,25 @@ def compare(checkouts: list[Path], devices: int, rounds: int, root: Path) -> dic
     have the plan.
     """
     rows: dict[str, dict[Path, list[float]]] = {
-        name: {each: [] for each in checkouts} for name in FIGURES
+        name: {checkout: [] for checkout in checkouts} for name in FIGURES
     }
-    folders = {each: root / f"{index}_{devices}" for index, each in enumerate(checkouts)}
-    for each in checkouts:
-        folders[each].mkdir()
-        run(each, devices, folders[each])
+    folders = {checkout: root / f"{index}_{devices}" for index, checkout in enumerate(checkouts)}
+    for checkout in checkouts:
+        folders[checkout].mkdir()
+        run(checkout, devices, folders[checkout])
     for number in range(2 * rounds):
         plans_anew = number % 2 == 0
-        for each in checkouts:
-            for path in folders[each].glob(".alpa/plans/*" if plans_anew else "no such"):
+        for checkout in checkouts:
+            for path in folders[checkout].glob(".alpa/plans/*" if plans_anew else "no such"):
                 path.unlink()
-            found = run(each, devices, folders[each])
+            figures = run(checkout, devices, folders[checkout])
             for name in FIGURES:
                 if plans_anew == (name == "plan"):
-                    rows[name][each].append(found[name])
+                    rows[name][checkout].append(figures[name])
     for name, row in rows.items():
-        shown = "  ".join(f"{min(row[each]):.4g}-{max(row[each]):.4g}" for each in checkouts)
+        shown = "  ".join(
+            f"{min(row[checkout]):.4g}-{max(row[checkout]):.4g}" for checkout in checkouts
+        )
         print(f"{devices} ranks  {name:12} old and new: {shown}", flush=True)
     old, new = checkouts
     return {

@@ -92,19 +92,19 @@ def _as_plain(
     as well."""
     with deterministic():
         plain, *again, mine = [
-            trained(exam, make, each, precision) for each in (*["auto"] * plain_runs, strategy)
+            trained(exam, make, tried, precision) for tried in (*["auto"] * plain_runs, strategy)
         ]
-    found, noise = apart(mine, plain), apart(again[0], plain) if again else (0.0, 0.0)
+    difference, noise = apart(mine, plain), apart(again[0], plain) if again else (0.0, 0.0)
     allowed = [max(TOLERANCES[precision], 4 * n) for n in noise]
-    good = all(a <= limit for a, limit in zip(found, allowed, strict=True))  # nan is not
-    text = f"weights {found[0]:.1e}, losses {found[1]:.1e}"
+    good = all(a <= limit for a, limit in zip(difference, allowed, strict=True))  # nan is not
+    text = f"weights {difference[0]:.1e}, losses {difference[1]:.1e}"
     text += f" (two plain runs: {noise[0]:.1e}, {noise[1]:.1e})" if again else ""
     add(
         None,
         verdict(good),
         text,
-        weights=found[0],
-        losses=found[1],
+        weights=difference[0],
+        losses=difference[1],
         noise=noise,
         last_loss=mine[0][-1],
     )
@@ -127,12 +127,12 @@ def speed(exam: Exam, add: Add) -> None:
         for turn, order in enumerate(rounds):
             for name in order:
                 with each(add, f"{name} {precision}, round {turn + 1}"):
-                    found = _timed(exam, name, precision)
-                    rates[name].append(found["tokens_per_second"])
-                    add(None, "ok", _speed_text(found), **found)
-        for name, found in rates.items():
-            if name != "plain" and found and rates["plain"]:
-                ratio = statistics.mean(found) / statistics.mean(rates["plain"])
+                    row = _timed(exam, name, precision)
+                    rates[name].append(row["tokens_per_second"])
+                    add(None, "ok", _speed_text(row), **row)
+        for name, of_rounds in rates.items():
+            if name != "plain" and of_rounds and rates["plain"]:
+                ratio = statistics.mean(of_rounds) / statistics.mean(rates["plain"])
                 is_ours = name == "alpa" and exam.on_gpu
                 add(
                     f"{name} / plain, {precision}",
@@ -165,20 +165,20 @@ def _timed(exam: Exam, name: str, precision: str, recipe: str = "") -> Row:
     return figures
 
 
-def _speed_text(found: Row) -> str:
+def _speed_text(row: Row) -> str:
     parts = [
-        f"{found['tokens_per_second']:,.0f} tokens/s, step {format_seconds(found['step_seconds'])}"
+        f"{row['tokens_per_second']:,.0f} tokens/s, step {format_seconds(row['step_seconds'])}"
     ]
-    if "predicted_seconds" in found:
-        ratio = found["step_seconds"] / found["predicted_seconds"]
+    if "predicted_seconds" in row:
+        ratio = row["step_seconds"] / row["predicted_seconds"]
         parts.append(f"{ratio:.2f} x predicted")
-    parts.append(f"host {format_seconds(found['host_seconds'])}")
-    if "kernels" in found:
-        parts.append(f"{found['kernels']:.0f} kernels of {format_seconds(found['kernel_seconds'])}")
-    if "peak_bytes" in found:
-        parts.append(format_bytes(found["peak_bytes"]))
-        if "predicted_bytes" in found:
-            parts.append(f"{found['peak_bytes'] / found['predicted_bytes']:.3f} x planned")
+    parts.append(f"host {format_seconds(row['host_seconds'])}")
+    if "kernels" in row:
+        parts.append(f"{row['kernels']:.0f} kernels of {format_seconds(row['kernel_seconds'])}")
+    if "peak_bytes" in row:
+        parts.append(format_bytes(row["peak_bytes"]))
+        if "predicted_bytes" in row:
+            parts.append(f"{row['peak_bytes'] / row['predicted_bytes']:.3f} x planned")
     return ", ".join(parts)
 
 
@@ -244,8 +244,8 @@ def float8(exam: Exam, add: Add) -> None:
         _as_plain(exam, add, rowwise, alpa(), "bf16-mixed")
     for recipe in ("", "tensorwise") if exam.on_gpu else ():  # emulated it says nothing of speed
         with each(add, f"alpa + compile, {recipe or 'bf16'}"):
-            found = _timed(exam, "alpa + compile", "bf16-mixed", recipe)
-            add(None, "ok", _speed_text(found), **found)
+            row = _timed(exam, "alpa + compile", "bf16-mixed", recipe)
+            add(None, "ok", _speed_text(row), **row)
 
 
 def checkpoint(exam: Exam, add: Add) -> None:
@@ -257,10 +257,10 @@ def checkpoint(exam: Exam, add: Add) -> None:
             results = []
             for path in (None, f"{kind}/step=3.ckpt"):
                 saving = ModelCheckpoint(kind, "{step}", every_n_train_steps=3, save_top_k=-1)
-                given = {"callbacks": [saving], "enable_checkpointing": True, "ckpt_path": path}
+                arguments = {"callbacks": [saving], "enable_checkpointing": True, "ckpt_path": path}
                 results.append(
                     trained(
-                        exam, partial(gpt, dropout=0.1), alpa(checkpoint=kind), steps=6, **given
+                        exam, partial(gpt, dropout=0.1), alpa(checkpoint=kind), steps=6, **arguments
                     )[1]
                 )
             weights = difference(results[1], results[0])
@@ -283,17 +283,17 @@ def ranks(exam: Exam, add: Add) -> None:
         {**job, **again} for job in jobs if job["plan"] in ("zero3", "zero3, offloaded", "pipeline")
     ]
     reference = trained(exam, gpt, "auto", "64-true", 5)
-    for job, found in two_ranks(exam, jobs):
+    for job, outcome in two_ranks(exam, jobs):
         with each(add, f"{job['plan']}, saved and resumed" if job["resume"] else str(job["plan"])):
-            if isinstance(found, str):
-                raise RuntimeError(found)
-            mine, (losses, after) = found["run"], found["first"] if job["resume"] else reference
+            if isinstance(outcome, str):
+                raise RuntimeError(outcome)
+            mine, (losses, after) = outcome["run"], outcome["first"] if job["resume"] else reference
             weights, loss = apart(mine, (losses[-len(mine[0]) :], after))
             allowed = 0.0 if job["resume"] else TOLERANCES["64-true"]
             good = weights <= allowed and loss <= allowed
             whose = "the first run's" if job["resume"] else "one process's"
             text = (
-                f"weights {weights:.1e}, losses {loss:.1e} from {whose}, {found['seconds']:.0f} s"
+                f"weights {weights:.1e}, losses {loss:.1e} from {whose}, {outcome['seconds']:.0f} s"
             )
             add(None, verdict(good), text, weights=weights, losses=loss)
 
@@ -312,8 +312,8 @@ def streams(exam: Exam, add: Add) -> None:
         "zero3, offloaded",
     )
     jobs = [{"plan": name, "steps": 20, "precision": "32-true", "resume": False} for name in names]
-    free = [found for _, found in two_ranks(exam, jobs, {"CUDA_LAUNCH_BLOCKING": "0"})]
-    blocking = [found for _, found in two_ranks(exam, jobs, {"CUDA_LAUNCH_BLOCKING": "1"})]
+    free = [outcome for _, outcome in two_ranks(exam, jobs, {"CUDA_LAUNCH_BLOCKING": "0"})]
+    blocking = [outcome for _, outcome in two_ranks(exam, jobs, {"CUDA_LAUNCH_BLOCKING": "1"})]
     for name, mine, theirs in zip(names, free, blocking, strict=True):
         with each(add, name):
             if isinstance(mine, str) or isinstance(theirs, str):
@@ -376,19 +376,19 @@ def roofline(exam: Exam, add: Add) -> None:
     from gpu_roofline import measure
 
     best: dict[str, tuple[float, str]] = {}
-    for found in measure(torch.device(exam.device), exam.small):
-        failed = "error" in found
+    for row in measure(torch.device(exam.device), exam.small):
+        failed = "error" in row
         if failed:
-            add(found["kind"], "failed", str(found["error"]), **found)
+            add(row["kind"], "failed", str(row["error"]), **row)
             continue
-        add(found["kind"], "", "", **found)  # in the JSON alone
-        if found["kind"] == "launch":
-            key, text = f"launch: {found['what']}", f"host {format_seconds(found['host_seconds'])}"
+        add(row["kind"], "", "", **row)  # in the JSON alone
+        if row["kind"] == "launch":
+            key, text = f"launch: {row['what']}", f"host {format_seconds(row['host_seconds'])}"
             best[key] = (0.0, text)
             continue
-        key = " ".join(str(found[part]) for part in ("kind", "dtype") if part in found)
-        rate = found.get("flops_per_second") or found["bytes_per_second"]
-        unit = "TFLOP/s" if "flops_per_second" in found else "TB/s"
+        key = " ".join(str(row[part]) for part in ("kind", "dtype") if part in row)
+        rate = row.get("flops_per_second") or row["bytes_per_second"]
+        unit = "TFLOP/s" if "flops_per_second" in row else "TB/s"
         if key not in best or rate > best[key][0]:
             best[key] = (rate, f"{rate / 1e12:.3g} {unit}")
     for key, (_, text) in best.items():

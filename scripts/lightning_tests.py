@@ -129,7 +129,7 @@ def tests_that_name_ddp(root: Path) -> list[str]:
 
 
 def _source(text: str, node: ast.FunctionDef) -> str:
-    first = min([node.lineno, *(each.lineno for each in node.decorator_list)])
+    first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
     return "\n".join(text.splitlines()[first - 1 : node.end_lineno])
 
 
@@ -219,11 +219,11 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(options.jobs) as pool:
         Path(folder, "as_two_ranks.py").write_text(PLUGIN)
         results: list[dict[str, Any]] = []
-        for found in pool.map(
+        for result in pool.map(
             lambda test: compare(root, test, Path(folder)), cases(root, tests, Path(folder))
         ):
-            results.append(found)
-            ours = found.get("alpa")
+            results.append(result)
+            ours = result.get("alpa")
             word = (
                 "no two ranks, or not under ddp"
                 if ours is None
@@ -231,15 +231,13 @@ def main() -> None:
                 if ours["passed"]
                 else "DIFFERS"
             )
-            print(f"{word:32}{found['test']}", flush=True)
+            print(f"{word:32}{result['test']}", flush=True)
             if options.out:
                 options.out.write_text(json.dumps(results, indent=1))
-    counted = [each for each in results if "alpa" in each]
-    print(
-        f"{sum(each['alpa']['passed'] for each in counted)} of {len(counted)} pass under alpa as"
-        " under ddp"
-    )
-    sys.exit(any(not each["alpa"]["passed"] for each in counted))
+    counted = [result for result in results if "alpa" in result]
+    num_passed = sum(result["alpa"]["passed"] for result in counted)
+    print(f"{num_passed} of {len(counted)} pass under alpa as under ddp")
+    sys.exit(any(not result["alpa"]["passed"] for result in counted))
 
 
 if __name__ == "__main__":

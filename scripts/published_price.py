@@ -301,19 +301,22 @@ def _as_programmed(
         options = list(intra.ops)
         logits = case.rows * case.model["seq_len"] * case.model["vocab"] * 2 / case.tp
         for index, op in enumerate(intra.step.ops):
-            name, own = _name_of(op.call), intra.ops[index]
+            name, op_options = _name_of(op.call), intra.ops[index]
             if op.module == "head":  # neither its result nor that one's gradient is there besides
                 short = (
-                    np.maximum(0, each - logits) for each in (own.forward_bytes, own.backward_bytes)
+                    np.maximum(0, num_bytes - logits)
+                    for num_bytes in (op_options.forward_bytes, op_options.backward_bytes)
                 )
                 options[index] = replace(
-                    own, **dict(zip(("forward_bytes", "backward_bytes"), short, strict=True))
+                    op_options, **dict(zip(("forward_bytes", "backward_bytes"), short, strict=True))
                 )
             if name in ("to", "cross_entropy_sum") and not op.module:
                 options[index] = replace(
-                    own, forward_bytes=0 * own.forward_bytes, backward_bytes=0 * own.backward_bytes
+                    op_options,
+                    forward_bytes=0 * op_options.forward_bytes,
+                    backward_bytes=0 * op_options.backward_bytes,
                 )
-                saved -= float(own.num_bytes[assignment[len(intra.parameters) + index]])
+                saved -= float(op_options.num_bytes[assignment[len(intra.parameters) + index]])
         saved += logits
         working = working_bytes(replace(intra, ops=tuple(options)), assignment)
     if case.zero == 2 and case.num_microbatches == 1:
@@ -387,8 +390,8 @@ def is_recomputed(policy: str, name: str, module: str, products: int) -> bool:
 
 def _enters_block(graph: StepGraph, maker: int, readers: set[int]) -> bool:
     """Whether a value goes from one block to the next."""
-    own = graph.ops[maker].module.split(".")[:2]
-    return any(graph.ops[op].module.split(".")[:2] != own for op in readers)
+    block = graph.ops[maker].module.split(".")[:2]
+    return any(graph.ops[op].module.split(".")[:2] != block for op in readers)
 
 
 def _pipelined(
@@ -461,12 +464,12 @@ def _blocks_of_stages(
 
 
 def _mesh_bytes(case: Case, costs: Sequence[StageCost], mesh: int, schedule: str) -> float:
-    own = costs[mesh :: case.pp]
+    stage_costs = costs[mesh :: case.pp]
     alive = (
         in_flight(schedule, case.pp, case.num_microbatches, case.loops)[mesh] / case.loops
         if case.pp > 1
         else 1
     )
-    always = sum(c.always for c in own)
-    saved = sum(c.saved for c in own)
-    return always + alive * saved + max(c.working for c in own)
+    always = sum(c.always for c in stage_costs)
+    saved = sum(c.saved for c in stage_costs)
+    return always + alive * saved + max(c.working for c in stage_costs)

@@ -46,7 +46,7 @@ OfData = Callable[[Tensor], bool]
 
 
 @dataclass(frozen=True)
-class Kept:
+class Snapshot:
     """A container, and a snapshot of it before the step."""
 
     # Its path in messages.
@@ -131,7 +131,7 @@ class Kept:
 
 
 @dataclass(frozen=True)
-class KeptNames(Kept):
+class NamesSnapshot(Snapshot):
     """The attributes of a module or another object, or the globals of a file, name by name.
 
     Names that begin with two underscores (torch's `__dynamo_disable`) and imports are ignored.
@@ -180,7 +180,7 @@ class KeptNames(Kept):
             put(self.items, name, self.before.get(name, MISSING))
 
 
-class KeptHooks(Kept):
+class HooksSnapshot(Snapshot):
     """The hooks of a module, one by one: a first call may install some (Hugging Face's do)."""
 
     @override
@@ -189,7 +189,7 @@ class KeptHooks(Kept):
         return {f"{self.place}.{number}": self.items.get(number, MISSING) for number in changed}
 
 
-class KeptAttributes(Kept):
+class AttributesSnapshot(Snapshot):
     """A class, an object with slots, or the variable of a closure. `before` has its attributes."""
 
     @override
@@ -220,7 +220,7 @@ def _attributes_of(owner: Any) -> dict[str, Any]:
     return {name: getattr(owner, name) for name in names if hasattr(owner, name)}
 
 
-class KeptState(Kept):
+class StateSnapshot(Snapshot):
     """A random generator of Python, NumPy or torch, or a small array.
 
     `before` is its `state_of`.
@@ -255,11 +255,13 @@ def state_of(value: Any) -> Any:
 
 
 @contextmanager
-def restored(kept: Iterable[Kept], of_data: OfData = lambda _: False) -> Iterator[dict[str, Any]]:
+def restored(
+    kept: Iterable[Snapshot], of_data: OfData = lambda _: False
+) -> Iterator[dict[str, Any]]:
     """Undo all changes of the block. At its end, the yielded dict gets them.
 
     Args:
-        of_data: as of `Kept.changes`.
+        of_data: as of `Snapshot.changes`.
     """
     changed: dict[str, Any] = {}
     try:
@@ -317,14 +319,14 @@ def _is_same(one: Any, other: Any) -> bool:
     return type(one) in PLAIN and bool(one == other)
 
 
-def kept_in(
+def snapshots_in(
     value: Any,
     place: str,
     seen: set[int],
     attribute: Place | None = None,
     is_noticed: bool = True,
     named: Collection[str] = (),
-) -> Iterator[Kept]:
+) -> Iterator[Snapshot]:
     """Yield snapshots of a value and of everything in it, each object once.
 
     These are fields, containers, random generators and small arrays.
@@ -351,22 +353,22 @@ def kept_in(
         label = place + "".join(f"[{key!r}]" for key in item.keys)
         is_shallow = len(item.keys) < MAX_DEPTH
 
-        snapshots: list[Kept] = []
+        snapshots: list[Snapshot] = []
         if isinstance(value, WITH_STATE) or _is_small_array(value):
-            snapshots.append(KeptState(label, value, state_of(value), is_noticed))
+            snapshots.append(StateSnapshot(label, value, state_of(value), is_noticed))
         elif is_shallow and not item.of_library and _access(value) is not _Access.NONE:
             snapshots.append(_fields_snapshot(value, label, is_noticed, named))
             waiting += _items_in_fields(value, item.keys, named)
         elif is_shallow and _has_attributes(value):
             attributes = _attributes_of(value)
-            snapshots.append(KeptAttributes(label, value, attributes, is_noticed))
+            snapshots.append(AttributesSnapshot(label, value, attributes, is_noticed))
             waiting += _items_in_attributes(value, item.keys, attributes)
 
         container = next((kind for kind in CONTAINERS if isinstance(value, kind)), None)
         if container is not None:
             location = None if item.keys else attribute
             before = container(_raw(value))
-            snapshots.append(Kept(label, value, before, is_noticed, location, item.is_inside))
+            snapshots.append(Snapshot(label, value, before, is_noticed, location, item.is_inside))
         if snapshots or isinstance(value, Iterator):
             seen.add(id(value))
             yield from snapshots
@@ -380,7 +382,7 @@ def kept_in(
 
 @dataclass(frozen=True)
 class _Item:
-    """An object that `kept_in` has not searched yet."""
+    """An object that `snapshots_in` has not searched yet."""
 
     value: Any
 
@@ -405,15 +407,17 @@ class _Access(Enum):
     NONE = 4
 
 
-def _fields_snapshot(value: Any, label: str, is_noticed: bool, named: Collection[str]) -> KeptNames:
-    """Return the snapshot of an object's fields. Args: as of `kept_in`."""
+def _fields_snapshot(
+    value: Any, label: str, is_noticed: bool, named: Collection[str]
+) -> NamesSnapshot:
+    """Return the snapshot of an object's fields. Args: as of `snapshots_in`."""
     fields = vars(value)
     counted = frozenset(named) if _access(value) is _Access.NAMED else None
-    return KeptNames(label, fields, dict(fields), is_noticed, owner=value, counted=counted)
+    return NamesSnapshot(label, fields, dict(fields), is_noticed, owner=value, counted=counted)
 
 
 def _items_in_fields(value: Any, keys: tuple[Any, ...], named: Collection[str]) -> Iterator[_Item]:
-    """Yield what `kept_in` has to search in an object's fields, and its class."""
+    """Yield what `snapshots_in` has to search in an object's fields, and its class."""
     access = _access(value)
     fields = vars(value)
     names = fields.keys() & frozenset(named) if access is _Access.NAMED else fields
@@ -427,7 +431,7 @@ def _items_in_fields(value: Any, keys: tuple[Any, ...], named: Collection[str]) 
 def _items_in_attributes(
     value: Any, keys: tuple[Any, ...], attributes: dict[str, Any]
 ) -> Iterator[_Item]:
-    """Yield what `kept_in` has to search in `attributes`, and the bases of a class."""
+    """Yield what `snapshots_in` has to search in `attributes`, and the bases of a class."""
     is_class = isinstance(value, type)
     for name, attribute in attributes.items():
         if not isinstance(attribute, _DEFINITIONS) or is_own_class(attribute):

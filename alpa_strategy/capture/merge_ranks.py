@@ -231,7 +231,8 @@ class _Merger:
         if call.target is not batch_norm_train or op.module not in self.synced:
             return None
         x = bind(call)["x"].index
-        if any(not state.is_same for index, state in enumerate(states) if index != x):
+        others = [state for index, state in enumerate(states) if index != x]
+        if not all(state.is_same for state in others):
             return None
 
         operands = [state.ref for state in states]
@@ -243,8 +244,8 @@ class _Merger:
             operands=tuple(map(self.builder.meta, operands)),
             results=(self._of_all(y, 0), *statistics),
         )
-        first, *others = self._append(merged, operands)
-        return [Merged(first, 0), *map(Merged, others)]
+        first, *new_statistics = self._append(merged, operands)
+        return [Merged(first, 0), *map(Merged, new_statistics)]
 
     def _reshaped(self, op: Op, states: list[Merged]) -> list[Merged] | None:
         """Write a view that may merge or split dims."""
@@ -526,5 +527,7 @@ def _dim_after_view(source: tuple[int, ...], target: tuple[int, ...], dim: int) 
         if front == before:
             return target_dim
         front *= size
-    # A number per rank, too.
-    return 0 if not target and before == 1 else None
+    if not target and before == 1:
+        # A number per rank.
+        return 0
+    return None

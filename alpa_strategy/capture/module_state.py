@@ -9,7 +9,13 @@ from typing import Any
 
 from torch import nn
 
-from alpa_strategy.capture.kept_state import Kept, KeptHooks, KeptNames, OfData, kept_in
+from alpa_strategy.capture.kept_state import (
+    HooksSnapshot,
+    NamesSnapshot,
+    OfData,
+    Snapshot,
+    snapshots_in,
+)
 from alpa_strategy.capture.python_state import (
     LIBRARIES,
     framework_attributes,
@@ -57,7 +63,7 @@ def attributes_kept(
             there are no other changes: they may be an initialization (`initialized`).
         appended: gets the locations of lists to which the step only appended.
         seen: gets the ids of the objects that are restored.
-        of_data: as of `Kept.changes`.
+        of_data: as of `Snapshot.changes`.
 
     Raises:
         CaptureError: the step makes other changes.
@@ -70,7 +76,7 @@ def attributes_kept(
 
     # Modules that are no submodules, in lists and objects, are searched like other objects.
     seen |= set(map(id, module.modules()))
-    snapshots: list[Kept] = []
+    snapshots: list[Snapshot] = []
     for path, child in module.named_modules():
         if id(child) not in metrics:
             snapshots += _snapshots_of(path, child, framework, seen)
@@ -88,13 +94,13 @@ def attributes_kept(
 
 def _snapshots_of(
     path: str, module: nn.Module, framework: frozenset[str], seen: set[int]
-) -> Iterator[Kept]:
+) -> Iterator[Snapshot]:
     """Yield the snapshots of one module, without its submodules.
 
     Args:
         path: of the module.
         framework: names of attributes that are ignored.
-        seen: as of `kept_in`.
+        seen: as of `snapshots_in`.
     """
     attributes = vars(module)
     before = {name: value for name, value in attributes.items() if name not in framework}
@@ -102,20 +108,20 @@ def _snapshots_of(
     # weights in a list.
     is_torch = type(module).__module__.startswith("torch.nn.")
     own = frozenset(before if is_torch else ()) - {"training"}
-    yield KeptNames(path, attributes, before, owner=module, skipped=framework, own=own)
+    yield NamesSnapshot(path, attributes, before, owner=module, skipped=framework, own=own)
 
     dicts = {name: value for name, value in attributes.items() if isinstance(value, dict)}
     # A first call may install layers and buffers. Its flag is undone as well.
     for name, value in dicts.items():
         if name in _MEMBERS:
-            yield Kept(f"{path}.{name}".lstrip("."), value, dict(value))
+            yield Snapshot(f"{path}.{name}".lstrip("."), value, dict(value))
     for name, value in dicts.items():
         if name.startswith("_forward_"):
-            yield KeptHooks(f"{path}.{name}".lstrip("."), value, dict(value))
+            yield HooksSnapshot(f"{path}.{name}".lstrip("."), value, dict(value))
 
     for name, value in {**_class_values(type(module)), **before}.items():
         place = Place(path, name)
-        yield from kept_in(value, place.attribute, seen, place, is_noticed=not is_torch)
+        yield from snapshots_in(value, place.attribute, seen, place, is_noticed=not is_torch)
 
 
 class _Changes:
@@ -128,7 +134,7 @@ class _Changes:
         # Label -> (namespace, name, value) of values that a first call may set.
         self.initial: dict[str, tuple[dict[str, Any], str, Any]] = {}
 
-    def add(self, snapshot: Kept, appended: list[Place], of_data: OfData) -> None:
+    def add(self, snapshot: Snapshot, appended: list[Place], of_data: OfData) -> None:
         """Add the changes of one snapshot; a list that has only grown goes to `appended`."""
         is_list = snapshot.attribute is not None and type(snapshot.items) is list
         if snapshot.is_noticed and is_list and snapshot.came():
@@ -137,10 +143,10 @@ class _Changes:
             return
         changes = snapshot.changes(of_data)
         self.changed |= changes
-        if not changes or not isinstance(snapshot, KeptNames | KeptHooks):
+        if not changes or not isinstance(snapshot, NamesSnapshot | HooksSnapshot):
             return
         for name, value in snapshot.items.items():
-            if isinstance(snapshot, KeptHooks) or is_plain(value):
+            if isinstance(snapshot, HooksSnapshot) or is_plain(value):
                 label = f"{snapshot.place}.{name}".lstrip(".")
                 self.initial[label] = snapshot.items, name, value
 

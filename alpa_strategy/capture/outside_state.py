@@ -12,11 +12,11 @@ from lightning.pytorch import LightningModule
 from torch import nn
 
 from alpa_strategy.capture.kept_state import (
-    Kept,
-    KeptNames,
+    NamesSnapshot,
     OfData,
-    kept_in,
+    Snapshot,
     restored,
+    snapshots_in,
 )
 from alpa_strategy.capture.python_state import (
     RECORDS,
@@ -56,11 +56,13 @@ def globals_kept(
     files = _named_files(methods, named)
     installed = _installed_modules(module, files, kinds)
 
-    snapshots: list[Kept] = []
+    snapshots: list[Snapshot] = []
     for path, namespace in files.items():
         is_noticed = path not in installed
         counted = frozenset(named)
-        snapshots.append(KeptNames(path, namespace, dict(namespace), is_noticed, counted=counted))
+        snapshots.append(
+            NamesSnapshot(path, namespace, dict(namespace), is_noticed, counted=counted)
+        )
 
     values = _values_of(files, named)
     for method in methods:
@@ -70,7 +72,7 @@ def globals_kept(
     for place, name, value in values:
         if _may_change(name, value):
             is_noticed = place.rpartition(".")[0] not in installed
-            snapshots += kept_in(value, place, seen, is_noticed=is_noticed, named=named)
+            snapshots += snapshots_in(value, place, seen, is_noticed=is_noticed, named=named)
 
     caches = _caches(files, kinds)
     try:

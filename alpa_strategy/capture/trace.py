@@ -32,7 +32,7 @@ from torch.utils import _pytree as pytree
 from alpa_strategy.capture import python_reads
 from alpa_strategy.capture.data_branches import ConstantValues
 from alpa_strategy.capture.intercept import Recording, check_no_collectives, recording
-from alpa_strategy.capture.kept_state import KeptState, restored, state_of
+from alpa_strategy.capture.kept_state import StateSnapshot, restored, state_of
 from alpa_strategy.capture.non_tensor_inputs import (
     UnreadLeaf,
     index_of,
@@ -506,10 +506,10 @@ def generators_kept() -> Iterator[None]:
         "numpy.random": _owner_of(np.random.rand),
     }
     states = [
-        KeptState(name, generator, state_of(generator)) for name, generator in refused.items()
+        StateSnapshot(name, generator, state_of(generator)) for name, generator in refused.items()
     ]
     of_torch = torch.default_generator
-    states.append(KeptState("torch", of_torch, state_of(of_torch), is_noticed=False))
+    states.append(StateSnapshot("torch", of_torch, state_of(of_torch), is_noticed=False))
     with restored(states) as drawn:
         yield
     if drawn:

@@ -44,7 +44,7 @@ def shards_to_write(
     copy_index, num_copies = store.copies
 
     def shards(parameter: nn.Parameter, tensor: Tensor, is_value: bool = False) -> LocalShards:
-        shape = store.whole_shape(parameter)
+        shape = store.full_shape(parameter)
         chunks: Sequence[Chunk] = ()
 
         # None if this rank stores none of the parameter.
@@ -81,7 +81,7 @@ def _entry(
         tensor: this rank's shard.
         is_value: whether the tensor is the parameter itself.
     """
-    shape = store.whole_shape(parameter)
+    shape = store.full_shape(parameter)
 
     def gather() -> Tensor:
         return store.gather_like(parameter, tensor).to(tensor.device)
@@ -128,7 +128,7 @@ def load_parameters(state_dict: Mapping[str, Tensor], store: ParameterStore) -> 
         source = state_dict.get(name)
         if source is None:
             continue
-        shape = store.whole_shape(parameter)
+        shape = store.full_shape(parameter)
         if source.shape != shape:
             raise CheckpointError(
                 f"{name} has shape {list(source.shape)} in the checkpoint and {list(shape)} here",
@@ -151,7 +151,7 @@ def load_others(
     without_values: dict[nn.Parameter, Tensor] = {}
     for parameter in module.parameters():
         if parameter in store:
-            shape = store.whole_shape(parameter)
+            shape = store.full_shape(parameter)
             without_values[parameter] = torch.empty(shape, device="meta")
     try:
         with standing_in(module, without_values):
@@ -197,7 +197,7 @@ def _local(value: Any, parameter: nn.Parameter, store: ParameterStore) -> Any:
     """Return this rank's shard of a state value if it has the parameter's full shape, else all."""
     if not isinstance(value, Tensor):
         return value
-    if parameter in store and value.dim() > 0 and value.shape == store.whole_shape(parameter):
+    if parameter in store and value.dim() > 0 and value.shape == store.full_shape(parameter):
         local = torch.empty(parameter.shape, dtype=value.dtype, device=parameter.device)
         read_chunks(value, store.chunks(parameter, local))
         return local

@@ -18,8 +18,12 @@ from alpa_strategy.files import CLUSTERS, find_named, read_yaml, shipped_names
 def read_cluster_yaml(
     path: str | Path, overrides: Mapping[str, Any] | None
 ) -> tuple[dict[str, Any], str]:
-    """The plain content of a cluster file and the name to call it by in messages; see
-    `ClusterSpec.load`.
+    """Return the plain content of a cluster file, with `overrides` applied, and its name for
+    messages.
+
+    Args:
+        path: of the file, or the name of one that the package has.
+        overrides: dotted field -> value.
 
     Raises:
         ClusterError: no such file, or not a YAML mapping.
@@ -66,8 +70,9 @@ def _is_finite(value: Any) -> bool:
 
 
 class Fields:
-    """One mapping of a cluster description, read field by field; every error names the file and the
-    field.
+    """One mapping of a cluster description, read field by field. All methods raise ClusterError,
+    with the file and the field, if a field is missing or wrong; `expected` is what the error tells
+    the user to write.
     """
 
     def __init__(self, data: Any, known: tuple[str, ...], file: str, prefix: str = "") -> None:
@@ -88,7 +93,11 @@ class Fields:
                 raise self._error(f"{prefix}{key}", "is not a field of a cluster", hint)
 
     def value(self, key: str, expected: str, default: Any = None) -> Any:
-        """The raw value of a field, which must be there where it has no default."""
+        """Return the raw value of a field; `default` if it is missing.
+
+        Raises:
+            ClusterError: it is missing and has no default.
+        """
         if key not in self.data and default is not None:
             return default
         if key not in self.data or self.data[key] is None:
@@ -96,15 +105,17 @@ class Fields:
         return self.data[key]
 
     def valid(self, key: str, value: Any, holds: bool, expected: str) -> Any:
-        """The value of a field, of which `holds` says whether it can be; `expected` is what the
-        error says to write.
+        """Return `value` if `holds`.
+
+        Raises:
+            ClusterError: `holds` is False.
         """
         if not holds:
             raise self._error(self.prefix + key, f"is {value!r:.80}", f"write {expected}")
         return value
 
     def text(self, key: str, expected: str) -> str:
-        """A text that is not empty."""
+        """Return a text that is not empty."""
         value = self.value(key, expected)
         return self.valid(key, value, isinstance(value, str) and value != "", expected)
 
@@ -117,7 +128,7 @@ class Fields:
         zero: bool = False,
         maximum: float = math.inf,
     ) -> float:
-        """A number that a rate or a time can be (0, too, with `zero`), at most `maximum`."""
+        """Return a number that a rate or a time can be (with `zero` also 0), at most `maximum`."""
         value = self.value(key, expected, default)
         lower = 0.0 if zero else SMALLEST
         upper = min(LARGEST, maximum)
@@ -133,7 +144,7 @@ class Fields:
         minimum: int = 1,
         maximum: float = 1e18,
     ) -> int:
-        """A whole number from `minimum` to `maximum`; 16e9 counts as one."""
+        """Return a whole number from `minimum` to `maximum`; 16e9 counts as one."""
         value = self.value(key, expected, default)
         holds = _is_finite(value) and value == int(value) and minimum <= value <= maximum
         return int(self.valid(key, value, holds, expected))
@@ -141,11 +152,11 @@ class Fields:
     def section(
         self, key: str, known: tuple[str, ...], expected: str, default: Any = None
     ) -> "Fields":
-        """The fields of a part, of which only `known` ones may be there."""
+        """Return the fields of a nested mapping, which may have only the `known` ones."""
         return Fields(self.value(key, expected, default), known, self.file, f"{self.prefix}{key}.")
 
     def items(self, key: str, expected: str, default: Any = None) -> list[Any]:
-        """A list."""
+        """Return a list."""
         value = self.value(key, expected, default)
         return list(self.valid(key, value, isinstance(value, list | tuple), expected))
 

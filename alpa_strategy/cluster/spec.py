@@ -320,8 +320,8 @@ class ClusterSpec:
             groups = np.moveaxis(grid, axis, -1).reshape(-1, size).tolist()
             group_links.append(self.topology.way(tuple(map(tuple, groups))))
         link = Link(
-            latency=max(way.latency for way in group_links),
-            bandwidth=min(way.bandwidth for way in group_links),
+            latency=max(link.latency for link in group_links),
+            bandwidth=min(link.bandwidth for link in group_links),
         )
 
         # Tables are measured on ranks that follow each other.
@@ -333,14 +333,14 @@ class ClusterSpec:
             )
 
         # Devices of a group that are in the same node, and nodes, rounded up.
-        together = min(way.together for way in group_links)
+        together = min(link.together for link in group_links)
         num_nodes = -(-size // together)
         inside_hop = self.intra_node.hop
         across_hop = self.inter_node.hop
         ring = inside_hop * (size - num_nodes) + across_hop * (num_nodes - 1)
         # Up the tree and down again.
         tree = 2 * (inside_hop * math.log2(together) + across_hop * math.log2(num_nodes))
-        exchange = float(min(way.exchange for way in group_links))
+        exchange = float(min(link.exchange for link in group_links))
         return MeshAxis(size, stride, link, tables, ring, tree, exchange)
 
     def logical_shapes(self, submesh: tuple[int, int] | None = None) -> list[tuple[int, ...]]:

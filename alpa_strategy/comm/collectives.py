@@ -107,13 +107,13 @@ class RankZero:
             self._run = f"{first_rank}/{number}"
             self._count = 0
 
-    def result_of(self, work: Callable[[], Any], what: str) -> Any:
+    def result_of(self, work: Callable[[], Any], work_name: str) -> Any:
         """Run `work` on rank 0; return its result (pickled) on every rank.
 
         An AlpaError of `work` is raised on every rank.
 
         Args:
-            what: name of the work in the error below.
+            work_name: name of the work in the error below.
 
         Raises:
             RuntimeMismatchError: rank 0 takes longer than the timeout.
@@ -138,7 +138,7 @@ class RankZero:
             waiting.wait()
         except RuntimeError as error:
             raise RuntimeMismatchError(
-                f"rank 0 has not finished {what} within {self._timeout_seconds:g} s",
+                f"rank 0 has not finished {work_name} within {self._timeout_seconds:g} s",
                 "raise plan_timeout_seconds",
             ) from error
         result, failure = pickle.loads(self._store.get(key))

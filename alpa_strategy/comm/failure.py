@@ -102,21 +102,21 @@ class FailureWatch:
             self._thread.join(1.0)
 
     def publish(self, error: BaseException) -> None:
-        """Called where `error` is about to end this rank: tell the others, and give them time to
-        read it.
+        """Report `error`, which is about to end this rank, to the other ranks, and give them time
+        to read it.
 
-        When another rank failed first, this process ends at once with a line that names that
-        rank's error: `error` is then only the consequence (a closed connection). An error that
-        every rank raises by agreement ends each rank by itself.
+        If another rank failed first, this process ends at once with a line that names that rank's
+        error: `error` is then only the consequence (a closed connection). An error that all ranks
+        raise together ends each rank by itself.
         """
         self._stopped.set()
-        said = f"{type(error).__name__}: {error}"
-        message = said.splitlines()[0]
+        text = f"{type(error).__name__}: {error}"
+        message = text.splitlines()[0]
         if isinstance(
             error, LostRankError
         ):  # at once: whoever launched the job may end it any moment
             print(f"\nalpa: {error.problem}", file=sys.stderr, flush=True)
-        trace = said
+        trace = text
         if not isinstance(error, AlpaError):
             lines = traceback.format_exception(error)
             trace = f"{_TRACEBACK} of rank {self._rank}\n{''.join(lines)}"
@@ -155,13 +155,13 @@ class FailureWatch:
         sys.excepthook = shown
 
     def tell(self, word: str) -> None:
-        """Tell all ranks a word (the first one counts): `on_told` is called with it on each. From a
-        handler, too.
+        """Send a word to all ranks (the first one counts): `on_told` is called with it on each. It
+        may be called from a signal handler.
         """
         self._word = word
 
     def _pass_on(self) -> None:
-        """In the watch's thread: what this rank has to tell, and what it is told."""
+        """Send this rank's pending word, and receive those of others, in the watch's thread."""
         if self._word is not None:
             self._watch_store.compare_set(_TOLD, "", self._word)
             self._word = None
@@ -275,7 +275,8 @@ HELLO_SECONDS = 0.01
 
 
 def fresh_store(rank: int, world_size: int, timeout_seconds: float) -> Any:
-    """The environment's store, under a name that this attempt's ranks have agreed on. Collective.
+    """Return the environment's store, under a name on which this attempt's ranks have reached
+    consensus. Collective.
 
     Raises:
         LostRankError: a rank does not come in time.
@@ -288,17 +289,21 @@ def fresh_store(rank: int, world_size: int, timeout_seconds: float) -> Any:
 
 
 def agree_on_name(store: Any, rank: int, world_size: int, timeout_seconds: float) -> str:
-    """Rank 0's new name, on all ranks; whatever earlier attempts have left in the store.
+    """Return a new name chosen by rank 0, the same on all ranks, whatever earlier attempts have
+    left in the store. Collective.
 
     Every rank sets a hello with a number that no rank had before. Rank 0 answers under that number,
     until all ranks have answered in turn. The hello of a process that is gone is answered too, and
     then replaced by a new one.
+
+    Raises:
+        LostRankError: a rank does not come in time.
     """
-    own = uuid.uuid4().hex
+    name = uuid.uuid4().hex
     deadline = time.monotonic() + timeout_seconds
-    store.set(f"alpa/hello/{rank}", own)
+    store.set(f"alpa/hello/{rank}", name)
     if rank != 0:
-        key = f"alpa/welcome/{own}"
+        key = f"alpa/welcome/{name}"
         while not store.check([key]):
             _check_time(deadline, "rank 0")
             time.sleep(HELLO_SECONDS)
@@ -308,14 +313,14 @@ def agree_on_name(store: Any, rank: int, world_size: int, timeout_seconds: float
     missing = set(range(1, world_size))
     while missing:
         for other in sorted(missing):
-            if store.check([f"alpa/here/{own}/{other}"]):
+            if store.check([f"alpa/here/{name}/{other}"]):
                 missing.discard(other)
             elif store.check([f"alpa/hello/{other}"]):
-                store.set(f"alpa/welcome/{store.get(f'alpa/hello/{other}').decode()}", own)
+                store.set(f"alpa/welcome/{store.get(f'alpa/hello/{other}').decode()}", name)
         if missing:
             _check_time(deadline, f"ranks {sorted(missing)}")
             time.sleep(HELLO_SECONDS)
-    return own
+    return name
 
 
 def _check_time(deadline: float, whom: str) -> None:

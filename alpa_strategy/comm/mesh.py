@@ -260,22 +260,24 @@ class AxisComm:
         )
         return Pending(lambda: received, work, self._is_polled)
 
-    def _at_once(self, given: Tensor) -> "AxisComm":
-        """The fastest axis for a collective on `given` that is waited for at once."""
-        if self._shared is None or given.is_cuda:
+    def _at_once(self, tensor: Tensor) -> "AxisComm":
+        """Return the fastest axis for a collective on `tensor` that is waited for at once."""
+        if self._shared is None or tensor.is_cuda:
             return self
         return self._shared
 
-    def _for_sums(self, given: Tensor) -> "AxisComm":
-        """The fastest axis for sums that are launched. Collective at the first call."""
-        if self._shared is None or given.is_cuda:
+    def _for_sums(self, tensor: Tensor) -> "AxisComm":
+        """Return the fastest axis for sums that are launched. Collective at the first call."""
+        if self._shared is None or tensor.is_cuda:
             return self
         if self._shared_sums is None:
             self._shared_sums = self._in_shared_memory() or self
         return self._shared_sums
 
     def _in_shared_memory(self) -> "AxisComm | None":
-        """This axis with a shared-memory group that no other axis uses, or None. Collective."""
+        """Return this axis with a shared-memory group that no other axis uses; None if there is
+        none. Collective.
+        """
         shared = shared_memory_group(self.group, self.index, self.size)
         if shared is None:
             return None
@@ -470,16 +472,16 @@ def _build_one(
     if rank not in ranks:
         return None
     coordinate = tuple(int(i) for i in np.unravel_index(ranks.index(rank), shape))
-    whole = AxisComm(len(ranks), ranks.index(rank), mesh_group, library)
-    return MeshComm(shape, coordinate, tuple(axes), whole, ranks)
+    all_axes = AxisComm(len(ranks), ranks.index(rank), mesh_group, library)
+    return MeshComm(shape, coordinate, tuple(axes), all_axes, ranks)
 
 
 def _group_of(
     ranks: tuple[int, ...], use: Any, group: Any = None, is_own: bool = False, local: bool = False
 ) -> Any:
-    """A process group of `ranks` of `group`.
+    """Return a process group of `ranks` of `group`.
 
-    `group` itself if it has the same ranks in the same order, or if there is one rank.
+    It is `group` itself if that has the same ranks in the same order, or if there is one rank.
 
     Args:
         use: as for `lasting_group`.

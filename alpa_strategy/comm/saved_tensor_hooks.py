@@ -58,7 +58,7 @@ class _GatheredParameter:
     version: int
     num_bytes: int
     # bytes of the recipes `before` this one that are gathered in advance
-    ahead_bytes: int
+    prefetched_bytes: int
     # the recipe that the forward saved before this one
     before: _GatheredParameter | None = None
     is_saved: bool = False
@@ -97,7 +97,7 @@ class _GatheredParameter:
     def _prefetch(self) -> None:
         """Launch the gathers that the backward needs next: it takes the uses in reverse order."""
         other = self.before
-        remaining_bytes = self.ahead_bytes
+        remaining_bytes = self.prefetched_bytes
         while other is not None:
             remaining_bytes -= other.num_bytes
             if remaining_bytes < 0:
@@ -177,18 +177,18 @@ class SavedTensorHooks:
     Args:
         parameters: shards that are re-gathered.
         store: offloads a tensor to host memory, and returns a function that fetches it.
-        ahead_bytes: bytes of parameters that the backward gathers before they are used.
+        prefetched_bytes: bytes of parameters that the backward gathers before they are used.
     """
 
     def __init__(
         self,
         parameters: Iterable[Tensor],
         store: Callable[[Tensor], Callable[[], Tensor]] | None = None,
-        ahead_bytes: int = 0,
+        prefetched_bytes: int = 0,
     ) -> None:
         self._parameters = {id(parameter) for parameter in parameters}
         self._store = store
-        self._ahead_bytes = ahead_bytes
+        self._prefetched_bytes = prefetched_bytes
         self._last_saved: _GatheredParameter | None = None
         # address of a storage -> its recipe
         self._recipes: dict[int, _GatheredParameter | _Recomputed] = {}
@@ -217,16 +217,16 @@ class SavedTensorHooks:
         else:
             self.know(shard, partial(gather.start, shard), result)
 
-    def know(self, parameter: Tensor, start: Callable[[], Pending], whole: Tensor) -> None:
-        """Record that `whole` is what `start` launches to compute from `parameter`."""
-        storage = whole.untyped_storage()
+    def know(self, parameter: Tensor, start: Callable[[], Pending], full: Tensor) -> None:
+        """Record that `full` is what `start` launches to compute from `parameter`."""
+        storage = full.untyped_storage()
         self._recipes[storage._cdata] = _GatheredParameter(
             parameter,
             start,
             StorageWeakRef(storage),
             parameter._version,
             storage.nbytes(),
-            self._ahead_bytes,
+            self._prefetched_bytes,
         )
 
     def note_made(

@@ -128,25 +128,25 @@ class SharedMemoryGroup:
         pieces = tensors[0].view(-1).split(self.piece_bytes // tensors[0].itemsize)
         return self._launch(pieces, [partial(read, piece) for piece in pieces])
 
-    def all_gather_single(self, output: Tensor, own: Tensor, *_: Any) -> SimpleNamespace:
-        """Launch an all-gather: `output` [ranks * n] from `own` [n], bytes."""
+    def all_gather_single(self, output: Tensor, local: Tensor, *_: Any) -> SimpleNamespace:
+        """Launch an all-gather: `output` [ranks * n] from `local` [n], bytes."""
 
         def read(target: Tensor, of_ranks: Tensor) -> None:
             target.copy_(of_ranks[:, : target.shape[1]])
 
         targets = output.view(self._size, -1).split(self.piece_bytes, 1)
-        pieces = own.split(self.piece_bytes)
+        pieces = local.split(self.piece_bytes)
         return self._launch(pieces, [partial(read, target) for target in targets])
 
-    def all_to_all_single(self, output: Tensor, own: Tensor, *_: Any) -> SimpleNamespace:
-        """Launch an all-to-all of equal chunks, bytes: chunk i of `own` goes to rank i."""
+    def all_to_all_single(self, output: Tensor, local: Tensor, *_: Any) -> SimpleNamespace:
+        """Launch an all-to-all of equal chunks, bytes: chunk i of `local` goes to rank i."""
         num_columns = self.piece_bytes // self._size
 
         def read(target: Tensor, of_ranks: Tensor) -> None:
             chunks = of_ranks[:, : target.numel()].view(self._size, *target.shape)
             target.copy_(chunks[:, self._rank])
 
-        pieces = own.view(self._size, -1).split(num_columns, 1)
+        pieces = local.view(self._size, -1).split(num_columns, 1)
         targets = output.view(self._size, -1).split(num_columns, 1)
         return self._launch(pieces, [partial(read, target) for target in targets])
 

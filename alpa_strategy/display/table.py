@@ -294,7 +294,7 @@ def _remat_text(stage: StagePlan) -> str:
     """Return the entry in column `remat`."""
     if not stage.remat:
         return ""
-    return f"in {len(stage.spans)}" if stage.remat_cuts else "whole"
+    return f"in {len(stage.spans)}" if stage.recompute_splits else "whole"
 
 
 def _stage_line(indices: Sequence[int], stages: Sequence[StagePlan]) -> Text:
@@ -526,7 +526,7 @@ def recomputes(stage: StagePlan) -> str:
     """
     text = ""
     if stage.remat:
-        spans = f" in {len(stage.spans)} spans" if stage.remat_cuts else ""
+        spans = f" in {len(stage.spans)} spans" if stage.recompute_splits else ""
         text += f", activations recomputed{spans}"
     if stage.stored:
         text += f", {len(stage.stored)} ops' results in host memory"

@@ -9,7 +9,7 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.text import Text
 
 from alpa_strategy.ir.plan import Plan, StagePlan
-from alpa_strategy.schedules import SCHEDULES, TimedAction, timeline, why_not
+from alpa_strategy.schedules import SCHEDULES, TimedAction, refusal, timeline
 from alpa_strategy.units import format_seconds
 
 # Micro-batches that are drawn at most: more make the pieces too small to see.
@@ -162,7 +162,7 @@ def _num_drawn(schedule: str, num_meshes: int, count: int, most: int | None) -> 
 
     # Downwards first: fewer are drawn larger.
     for number in [*range(start, least - 1, -1), *range(start + 1, count)]:
-        if number < count and why_not(schedule, num_meshes, number) is None:
+        if number < count and refusal(schedule, num_meshes, number) is None:
             return number
     return count
 

@@ -1,12 +1,12 @@
-"""A bound of whole plans: seconds below which no stages of a job's layers can be, whatever cut,
-meshes and schedule.
+"""A lower bound of the seconds of a step, over all pipelines of a job's layers, meshes and
+schedules.
 
-What is bounded by what: docs/formulas.md#inter-op. One stage a mesh: for each maximum that is
-tried, the least sum is a shortest path over (layers, stages and devices left). Several: their mean,
-the longest layer's, or all cuts simulated.
+docs/formulas.md#inter-op derives it. With one stage per mesh, the least sum for each maximum that
+is tried is a shortest path over (layers, stages, devices left). With several stages per mesh it is
+their mean, the longest layer's, or all splits simulated.
 
-Every layer takes its best logical shape and layouts, and a stage takes what floors.py says of those
-that fit into memory beside what the schedule keeps in flight: no plan that is priced can be below.
+Every layer takes its best logical shape and layouts, and a stage the bound of those that fit into
+memory with the schedule's activations in flight (floors.py): no plan that is priced can be below.
 """
 
 import heapq
@@ -26,17 +26,21 @@ from alpa_strategy.schedules import (
     SCHEDULES,
     in_flight,
     in_flight_by_stage,
+    refusal,
     seconds_of_many,
-    why_not,
 )
 
 PRECISION = 4e-3
-UNITS = 64  # that devices are counted in; a mesh of less than one counts as none
-MAX_ENTRIES = 4_000_000  # (cuts, stage, micro-batch) that are simulated for one schedule
+# That devices are counted in; a mesh of less than one counts as none.
+UNITS = 64
+# (cuts, stage, micro-batch) that are simulated for one schedule
+MAX_ENTRIES = 4_000_000
 
 
 def step_bound(space: StageSpace) -> float:
-    """Seconds of a step."""
+    """Return a lower bound of the seconds of a step, over all stages, meshes and layouts of
+    `space`.
+    """
     job, costs = space.job, _costs(space)
     pinned, D = job.options.schedule, job.cluster.num_devices
     names = (
@@ -44,7 +48,8 @@ def step_bound(space: StageSpace) -> float:
         if pinned
         else [name for name, schedule in SCHEDULES.items() if schedule.is_searched]
     )
-    if not BUILT_IN.issuperset(names):  # of a schedule of the user's we know the work alone
+    # Of a schedule of the user's we know the work alone.
+    if not BUILT_IN.issuperset(names):
         return _work_alone(costs)
     is_whole = costs.may_be[0, -1] & (costs.sizes == D)
     best = float(costs.fitting_work(1)[0, -1, is_whole].min(initial=math.inf))
@@ -68,25 +73,35 @@ def step_bound(space: StageSpace) -> float:
 
 @dataclass(frozen=True)
 class _Costs:
-    """The least that stages may take; arrays [first layer, last + 1, submesh], inf where there is
-    none.
+    """The least costs that stages may have; arrays [first layer, last + 1, submesh], inf if no
+    stage is possible.
     """
 
     job: StageCostTask
-    sizes: np.ndarray  # [submesh] devices
-    work: np.ndarray  # seconds of a step
-    seconds: np.ndarray  # of a micro-batch
+
+    # [submesh] devices
+    sizes: np.ndarray
+
+    # Seconds of a step.
+    work: np.ndarray
+
+    # Of a micro-batch
+    seconds: np.ndarray
     # [cut, submesh] of a micro-batch's messages there and back, from a stage on this submesh to
     # another one
     wires: np.ndarray
     # [cut, submesh, units left for later stages] of `wires`, by the place of the next stage where
     # units are devices
     wires_before: np.ndarray
-    near: np.ndarray  # [cut, submesh] likewise, to a stage on an equal mesh, or on the same
+
+    # [cut, submesh] likewise, to a stage on an equal mesh, or on the same
+    near: np.ndarray
     overhead: (
         float  # seconds of a micro-batch in each stage beside its ops, in `work` and `seconds`
     )
-    may_be: np.ndarray  # which stages pins leave; the rest holds for all
+
+    # Which stages pins leave; the rest holds for all.
+    may_be: np.ndarray
     floors: StageFloors
 
     def fitting_work(
@@ -96,7 +111,7 @@ class _Costs:
         may_recompute: bool = True,
         submesh: int | None = None,
     ) -> np.ndarray:
-        """`work` of stages (on one submesh) that fit into memory with so much in flight; see
+        """Return `work` of stages (on one submesh) that fit into memory. Args: as of
         `StageFloors.seconds`.
         """
         chosen = slice(None) if submesh is None else submesh
@@ -113,71 +128,87 @@ def _costs(space: StageSpace) -> _Costs:
     overhead = space.overhead
     B = job.num_microbatches
     overlap = job.cluster.overlap
-    each = np.stack([r.least_each for r in space.runs], axis=1)  # [layer, submesh]
+    # [layer, submesh]
+    each_microbatch = np.stack([r.least_each for r in space.runs], axis=1)
     work = np.stack([r.least for r in space.runs], axis=1)
     exists = np.isfinite(work)
-    work, each = np.where(exists, work, 0.0), np.where(exists, each, 0.0)
+    work, each_microbatch = np.where(exists, work, 0.0), np.where(exists, each_microbatch, 0.0)
     # Reductions hide beside the last micro-batch's backward.
-    work = np.maximum(work * (1 - overlap / B), work * (1 - overlap) + overlap * B * each)
-    work, each = np.where(exists, work, np.inf), np.where(exists, each, np.inf)
+    work = np.maximum(
+        work * (1 - overlap / B), work * (1 - overlap) + overlap * B * each_microbatch
+    )
+    work, each_microbatch = (
+        np.where(exists, work, np.inf),
+        np.where(exists, each_microbatch, np.inf),
+    )
     sizes = np.array(space.sizes)
     wires = np.stack(
         [tables.boundary[links, :, a].min(axis=(0, 2)) for a, links in enumerate(_links(tables))], 1
     )
     near = tables.boundary.min(axis=0).diagonal(axis1=1, axis2=2)
-    if (
-        not job.cluster.is_uniform
-    ):  # from the last mesh to the first: on links that no neighbours have
+    # From the last mesh to the first: on links that no neighbours have.
+    if not job.cluster.is_uniform:
         near = np.zeros_like(wires)
-    runs = _of_runs(work, B * overhead), _of_runs(each, overhead)
+    runs = _of_runs(work, B * overhead), _of_runs(each_microbatch, overhead)
     floors = StageFloors(job, space.runs)
     before = _wires_before(job, tables, wires)
     return _Costs(job, sizes, *runs, wires, before, near, overhead, space.may_be, floors)
 
 
 def _links(tables: StageTables) -> list[np.ndarray]:
-    """Per submesh, the links that a stage on it may have to the next one."""
-    found = []
+    """Return, per submesh, the indices of the links that a stage on it may have to the next one."""
+    links = []
     for size, fits in zip(map(int, tables.num_devices), tables.fits.T, strict=True):
-        after = np.flatnonzero(fits) - size  # devices left for the next stage
-        found.append(
+        # Devices left for the next stage.
+        after = np.flatnonzero(fits) - size
+        links.append(
             np.unique(tables.link_at[after[after > 0]])
             if (after > 0).any()
             else np.zeros(1, dtype=int)
         )
-    return found
+    return links
 
 
 def _wires_before(job: StageCostTask, tables: StageTables, wires: np.ndarray) -> np.ndarray:
-    """See `_Costs`."""
+    """Return the least seconds of a stage's message to the next one, as in `_Costs`."""
     D = job.cluster.num_devices
-    if D > UNITS:  # a unit is several devices: we do not know where stages begin
+    # A unit is several devices: we do not know where stages begin.
+    if D > UNITS:
         return np.repeat(wires[..., None], D // (D // UNITS) + 1, axis=2)
-    found = tables.boundary.min(axis=3)[tables.link_at[: D + 1]]  # [devices left, cut, submesh]
-    return np.moveaxis(found, 0, -1)
+    # [devices left, cut, submesh]
+    seconds = tables.boundary.min(axis=3)[tables.link_at[: D + 1]]
+    return np.moveaxis(seconds, 0, -1)
 
 
 def _of_runs(layers: np.ndarray, overhead: float) -> np.ndarray:
-    """[first layer, last + 1, submesh] sums of [layer, submesh], and the overhead of a stage."""
+    """Return [first layer, last + 1, submesh] sums of `layers`, plus the overhead of a stage.
+
+    Args:
+        layers: [layer, submesh] seconds.
+        overhead: seconds per stage.
+    """
     count, width = layers.shape
-    found = np.full((count, count + 1, width), np.inf)
+    sums = np.full((count, count + 1, width), np.inf)
     for first in range(count):
-        found[first, first + 1 :] = overhead + np.cumsum(layers[first:], axis=0)
-    return found
+        sums[first, first + 1 :] = overhead + np.cumsum(layers[first:], axis=0)
+    return sums
 
 
 def _one_stage_per_mesh(costs: _Costs, known: float, name: str) -> float:
-    """Of two stages or more; at least `known` where nothing is below that.
+    """Return a bound of the seconds of pipelines of at least two stages with one stage per mesh; at
+    least `known` if nothing is below that.
 
-    name: of the schedule. 1F1B waits for the first micro-batch to come back and for the last one;
-    with others (GPipe) stages only fill and drain.
+    Args:
+        known: seconds.
+        name: of the schedule. 1F1B waits for the first micro-batch to come back and for the last
+            one; with others (GPipe) stages only fill and drain.
     """
-    first = _work_alone(costs)  # a guess of the maximum
+    # A guess of the maximum.
+    first = _work_alone(costs)
     stages = _stages_by_place(costs, name)
     fill = _least_fill(costs, stages, math.inf)
-    intervals = [
-        (fill, 0.0, math.inf, fill)
-    ]  # (bound, from, to, least sum for a maximum up to `to`)
+    # (bound, from, to, least sum for a maximum up to `to`)
+    intervals = [(fill, 0.0, math.inf, fill)]
     while True:
         bound, low, high, fill = heapq.heappop(intervals)
         if high - low <= PRECISION * bound or bound >= known:
@@ -189,7 +220,7 @@ def _one_stage_per_mesh(costs: _Costs, known: float, name: str) -> float:
 
 
 def _work_alone(costs: _Costs) -> float:
-    """Seconds if all devices were busy with the layers' work all the time."""
+    """Return the seconds of a step in which all devices compute the layers' work all the time."""
     layers = np.arange(costs.job.num_layers)
     least = (costs.sizes * costs.work[layers, layers + 1]).min(axis=1)
     return float(least.sum()) / costs.job.cluster.num_devices
@@ -197,51 +228,64 @@ def _work_alone(costs: _Costs) -> float:
 
 @dataclass(frozen=True)
 class _Stages:
-    """Stages of one place, one stage a mesh; arrays [first, last + 1, submesh], inf
-    where there is none.
+    """The stages with one number of stages from them to the end, one stage per mesh; arrays [first,
+    last + 1, submesh], inf if no stage is possible.
     """
 
-    place: int  # number of stages from it to the end
-    seconds: np.ndarray  # of a micro-batch
-    own: np.ndarray  # of a step that the others do not share: (B - s_m) t_m + g_m of the formula
-    has_trips: bool  # whether the way there and back, through later stages, comes on top
-    has_wire: bool  # and the messages to the next stage
-    rounds: float  # how many times, after the first, a micro-batch waits for one to be back
+    # Number of stages from it to the end.
+    place: int
+
+    # Of a micro-batch
+    seconds: np.ndarray
+
+    # Of a step that the others do not share: (B - s_m) t_m + g_m of the formula.
+    own: np.ndarray
+
+    # Whether the way there and back, through later stages, comes on top.
+    has_trips: bool
+
+    # And the messages to the next stage.
+    has_wire: bool
+
+    # How many times, after the first, a micro-batch waits for one to be back.
+    rounds: float
 
 
 def _stages_by_place(costs: _Costs, name: str) -> list[_Stages]:
-    """For one stage up to as many as there may be."""
+    """Return the stages by the number of stages from them to the end: 1, 2, ... up to the most."""
     B, waits = costs.job.num_microbatches, name == "1F1B"
     most = min(costs.job.num_layers, costs.job.cluster.num_devices)
     known = SCHEDULES[name].alive is not None
     alive = in_flight(name, most, B)[::-1] if known else [1] * most
-    found = []
+    stages = []
     for s in range(1, most + 1):
         work = costs.fitting_work(alive[s - 1])
         # Of memory we know the whole step's seconds, not how much of them are once a step.
         share = 1 - min(s if waits else 1, B) / B
-        with np.errstate(invalid="ignore"):  # where there is no such stage
-            own = costs.work - (s if waits else 1) * costs.seconds
+        # Where there is no such stage.
+        with np.errstate(invalid="ignore"):
+            busy = costs.work - (s if waits else 1) * costs.seconds
             if waits and s > B:
                 # With fewer micro-batches than stages, its backwards alone follow one another.
-                own = costs.work - costs.seconds
-                own = own * 2 / 3 - (B - 1) * costs.overhead / 6
-            own = np.maximum(own, share * work)
-        exists = costs.may_be & np.isfinite(own)
-        seconds, own = (np.where(exists, each, np.inf) for each in (costs.seconds, own))
+                busy = costs.work - costs.seconds
+                busy = busy * 2 / 3 - (B - 1) * costs.overhead / 6
+            busy = np.maximum(busy, share * work)
+        exists = costs.may_be & np.isfinite(busy)
+        seconds, busy = (np.where(exists, array, np.inf) for array in (costs.seconds, busy))
         rounds = max(B / s - 1, 0.0) if waits else 0.0
-        found.append(_Stages(s, seconds, own, waits and s <= B, s < B, rounds))
-    return found
+        stages.append(_Stages(s, seconds, busy, waits and s <= B, s < B, rounds))
+    return stages
 
 
 def _least_fill(costs: _Costs, stages: Sequence[_Stages], most: float) -> float:
-    """The least sum_j (t_j + w_j) of stages whose maximum (docs/formulas.md#inter-op) is at most
-    `most`.
+    """Return the least sum_j (t_j + w_j) of stages whose maximum (docs/formulas.md#inter-op) is at
+    most `most`.
     """
     L = costs.job.num_layers
     unit = max(1, costs.job.cluster.num_devices // UNITS)
     total = costs.job.cluster.num_devices // unit
-    after = np.zeros((L + 1, total + 1))  # [first layer, units left] with one stage less
+    # [first layer, units left] with one stage less
+    after = np.zeros((L + 1, total + 1))
     after[:L] = np.inf
     best = math.inf
     for stage in stages:
@@ -252,17 +296,18 @@ def _least_fill(costs: _Costs, stages: Sequence[_Stages], most: float) -> float:
                 rest = rest + costs.wires_before[:, index, : total + 1 - size]
             ends = np.flatnonzero(np.isfinite(rest).any(axis=1))
             # own: [first, end]; trips, sums of t_j, w_j: [end, units left].
-            own = stage.own[:, ends, index]
-            firsts = np.flatnonzero((own <= most).any(axis=1))
+            busy = stage.own[:, ends, index]
+            firsts = np.flatnonzero((busy <= most).any(axis=1))
             if not firsts.size:
                 continue
             trips = np.zeros((len(ends), 1))
             if stage.has_trips:
                 trips = (rest if stage.has_wire else after[:, : total + 1 - size])[ends]
-            fits = own[firsts][..., None] + trips <= most  # [first, end, units left]
+            # [first, end, units left]
+            fits = busy[firsts][..., None] + trips <= most
             seconds = stage.seconds[np.ix_(firsts, ends)][..., index]
-            found = np.where(fits, seconds[..., None] + rest[ends], np.inf).min(axis=1)
-            now[firsts, size:] = np.minimum(now[firsts, size:], found)
+            least = np.where(fits, seconds[..., None] + rest[ends], np.inf).min(axis=1)
+            now[firsts, size:] = np.minimum(now[firsts, size:], least)
         # A micro-batch goes there and back before the one after the last that is in flight begins.
         now[stage.rounds * np.where(np.isfinite(now), now, 0.0) > most] = np.inf
         if not np.isfinite(now).any():
@@ -274,11 +319,16 @@ def _least_fill(costs: _Costs, stages: Sequence[_Stages], most: float) -> float:
 
 
 def _waiting(costs: _Costs, name: str, v: int, index: int) -> float:
-    """Of v stages on each of equal meshes; inf where the schedule has no such stages.
+    """Return a bound of the seconds of v stages on each of equal meshes; inf if the schedule has no
+    such stages.
 
-    The larger of two: their mean work, with what they wait at the start and at the end, and the
-    work of the mesh that has the longest layer. If no other mesh has more than k layers, this one
-    has all that are left.
+    It is the larger of two: the meshes' mean work, with the time that they wait at the start and at
+    the end, and the work of the mesh that has the longest layer. If no other mesh has more than k
+    layers, this one has all others.
+
+    Args:
+        name: of the schedule.
+        index: of the submesh.
     """
     job = costs.job
     ranks, rest = divmod(job.cluster.num_devices, int(costs.sizes[index]))
@@ -287,34 +337,41 @@ def _waiting(costs: _Costs, name: str, v: int, index: int) -> float:
         or rest
         or ranks < 2
         or ranks * v > job.num_layers
-        or why_not(name, ranks, job.num_microbatches)
+        or refusal(name, ranks, job.num_microbatches)
     ):
         return math.inf
     L, layers = job.num_layers, np.arange(job.num_layers)
-    beside = job.num_microbatches * costs.overhead  # of a stage
-    each = costs.work[layers, layers + 1, index] - beside
-    if not np.isfinite(each).all():
+    # Of a stage
+    beside = job.num_microbatches * costs.overhead
+    layer_work = costs.work[layers, layers + 1, index] - beside
+    if not np.isfinite(layer_work).all():
         return math.inf
-    is_whole = (
-        SCHEDULES[name].bubble == 1.0
-    )  # else gradients of weights fill what is left of the end
+    # Else gradients of weights fill what is left of the end.
+    is_whole = SCHEDULES[name].bubble == 1.0
     seconds = float(costs.seconds[layers, layers + 1, index].min()) * (1.0 if is_whole else 1 / 3)
     message = float(np.minimum(costs.wires, costs.near)[1:-1, index].min()) * (
         1.0 if is_whole else 1 / 2
     )
-    mean = each.sum() / ranks + (ranks - 1) / 2 * (seconds + message)
-    most = np.arange(1, L + 1)  # layers of another mesh
-    longest = each.max() + np.maximum(0, L - 1 - (ranks - 1) * most) * each.min()
-    return v * beside + max(float(mean), float(np.maximum(most * each.min(), longest).min()))
+    mean = layer_work.sum() / ranks + (ranks - 1) / 2 * (seconds + message)
+    # Layers of another mesh.
+    most = np.arange(1, L + 1)
+    longest = layer_work.max() + np.maximum(0, L - 1 - (ranks - 1) * most) * layer_work.min()
+    return v * beside + max(float(mean), float(np.maximum(most * layer_work.min(), longest).min()))
 
 
 def _mean_work(costs: _Costs, name: str, v: int, index: int) -> float:
-    """The mean work of equal meshes, v stages on each, that fit into memory."""
+    """Return the mean seconds of work of equal meshes, v stages on each, that fit into memory.
+
+    Args:
+        name: of the schedule.
+        index: of the submesh.
+    """
     job, L = costs.job, costs.job.num_layers
     B, ranks = job.num_microbatches, job.cluster.num_devices // int(costs.sizes[index])
     # Where a backward is split, stages recompute only where that is asked for (`tables_for`).
     may_recompute = bool(job.remat) or SCHEDULES[name].bubble == 1.0
-    least = np.full(L + 1, np.inf)  # [layers done]
+    # [layers done]
+    least = np.full(L + 1, np.inf)
     least[0] = 0.0
     for alive in in_flight_by_stage(name, ranks, B, v):
         work = costs.fitting_work(alive, v, may_recompute, index)
@@ -324,23 +381,32 @@ def _mean_work(costs: _Costs, name: str, v: int, index: int) -> float:
 
 
 def _simulated(costs: _Costs, name: str, v: int, index: int) -> float:
-    """The best of all cuts into v stages on each of equal meshes; 0 where there are too many."""
+    """Return the least simulated seconds of a step, over all ways to split the layers into v stages
+    on each of equal meshes.
+
+    0 if there are too many ways to simulate; inf if none of them is possible.
+
+    Args:
+        name: of the schedule.
+        index: of the submesh.
+    """
     B, L = costs.job.num_microbatches, costs.job.num_layers
     ranks = costs.job.cluster.num_devices // int(costs.sizes[index])
     stages = ranks * v
     if math.comb(L - 1, stages - 1) * stages * B > MAX_ENTRIES:
         return 0.0
-    inner = np.array(list(combinations(range(1, L), stages - 1)))  # [pipeline, stage]
+    # [pipeline, stage]
+    inner = np.array(list(combinations(range(1, L), stages - 1)))
     first, last = (
         np.pad(inner, ((0, 0), (1, 0))),
         np.pad(inner, ((0, 0), (0, 1)), constant_values=L),
     )
-    left = costs.may_be[first, last, index].all(axis=1)
-    if not left.any():
+    is_possible = costs.may_be[first, last, index].all(axis=1)
+    if not is_possible.any():
         return math.inf
-    inner = inner[left]
-    first = first[left]
-    last = last[left]
+    inner = inner[is_possible]
+    first = first[is_possible]
+    last = last[is_possible]
     seconds = costs.seconds[first, last, index]
     work = costs.work[first, last, index]
     wires = costs.wires[inner, index]
@@ -348,6 +414,7 @@ def _simulated(costs: _Costs, name: str, v: int, index: int) -> float:
         wires = costs.near[inner, index]
     elif SCHEDULES[name].is_folded:
         wires[:, ranks - 1] = costs.near[inner[:, ranks - 1], index]
-    forward = seconds / 3 + costs.overhead / 6  # half of the overhead
+    # Half of the overhead.
+    forward = seconds / 3 + costs.overhead / 6
     end = seconds_of_many(name, forward, seconds - forward, B, ranks, wires / 2)
     return float((end + v * (work - B * seconds).max(axis=1)).min())

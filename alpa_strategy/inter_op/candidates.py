@@ -18,7 +18,7 @@ from alpa_strategy.inter_op.stage_costs import StageCostTask, free_runs
 from alpa_strategy.inter_op.stage_dp import StageChoice, solve_stages
 from alpa_strategy.inter_op.stage_space import Candidate, Stages, StageSpace
 from alpa_strategy.inter_op.subgraph import span_name
-from alpa_strategy.schedules import SCHEDULES, in_flight, terms, why_not
+from alpa_strategy.schedules import SCHEDULES, closed_form, in_flight, refusal
 
 # Of the stage DP: relative distance from its optimum.
 TOLERANCE = 1e-3
@@ -124,7 +124,7 @@ def _regular(space: StageSpace, schedule: str, known: Callable[[], float]) -> It
     pinned_stages = job.options.num_stages
     for index, size in enumerate(space.sizes):
         num_meshes, rest = divmod(job.cluster.num_devices, size)
-        if rest or num_meshes < 2 or why_not(schedule, num_meshes, job.num_microbatches):
+        if rest or num_meshes < 2 or refusal(schedule, num_meshes, job.num_microbatches):
             continue
         for stages_per_mesh in SCHEDULES[schedule].stages_per_mesh:
             num_stages = num_meshes * stages_per_mesh
@@ -144,7 +144,7 @@ def _equal_stages(
     """
     job = equal.space.job
     num_layers = job.num_layers
-    latency = terms(
+    latency = closed_form(
         equal.schedule,
         equal.ranks,
         job.num_microbatches,
@@ -197,19 +197,19 @@ def _any_meshes(
     num_devices = job.cluster.num_devices
     sizes = space.tables.num_devices
     tables = space.tables
-    kept = np.arange(len(sizes))
+    submeshes = np.arange(len(sizes))
     unit = 1
     if num_devices > EVERY_SIZE:
-        kept = _sizes_around(space, usual_submesh)
-        unit = math.gcd(num_devices, *map(int, sizes[kept]))
-        tables = in_units(tables, kept, unit)
+        submeshes = _sizes_around(space, usual_submesh)
+        unit = math.gcd(num_devices, *map(int, sizes[submeshes]))
+        tables = in_units(tables, submeshes, unit)
 
     longest = min(job.num_layers, num_devices)
     lengths = _lengths(schedule, longest, job.num_microbatches, job.options.num_stages)
     for max_stages, counts in lengths:
         alive = in_flight(schedule, max_stages, job.num_microbatches)[::-1]
         num_units = num_devices // unit
-        latency = terms(schedule, max_stages, job.num_microbatches)
+        latency = closed_form(schedule, max_stages, job.num_microbatches)
         solve = partial(
             solve_stages,
             tables,
@@ -221,11 +221,15 @@ def _any_meshes(
             tolerance=TOLERANCE,
         )
         for choice in _choices(solve, known):
-            stages = tuple(replace(stage, submesh=int(kept[stage.submesh])) for stage in choice)
+            stages = tuple(
+                replace(stage, submesh=int(submeshes[stage.submesh])) for stage in choice
+            )
             alive_of_stages = tuple(alive[len(stages) - i - 1] for i in range(len(stages)))
             devices = [int(sizes[stage.submesh]) for stage in stages]
-            left = [sum(devices[i:]) for i in range(len(stages))]
-            yield from space.candidates(space.tables, left, schedule, 1, [stages], alive_of_stages)
+            devices_left = [sum(devices[i:]) for i in range(len(stages))]
+            yield from space.candidates(
+                space.tables, devices_left, schedule, 1, [stages], alive_of_stages
+            )
 
 
 def _choices(
@@ -281,6 +285,6 @@ def _lengths(
     numbers = [pinned] if pinned is not None else range(1, longest + 1)
     lengths: list[tuple[int, Sequence[int] | None]] = []
     for number in numbers:
-        if number <= longest and why_not(schedule, number, num_microbatches) is None:
+        if number <= longest and refusal(schedule, number, num_microbatches) is None:
             lengths.append((number, [number]))
     return lengths

@@ -159,8 +159,8 @@ class EqualMeshes:
         return candidates[fastest], neighbours[fastest]
 
 
-def in_units(tables: StageTables, kept: np.ndarray, unit: int) -> StageTables:
-    """Return the tables of the submeshes `kept`, with devices counted in units of `unit`.
+def in_units(tables: StageTables, submeshes: np.ndarray, unit: int) -> StageTables:
+    """Return the tables of the submeshes `submeshes`, with devices counted in units of `unit`.
 
     The sizes of these submeshes are multiples of `unit`.
     """
@@ -168,14 +168,14 @@ def in_units(tables: StageTables, kept: np.ndarray, unit: int) -> StageTables:
     if starts is not None:
         starts = (starts[0], starts[1][::unit])
     return StageTables(
-        num_devices=tables.num_devices[kept] // unit,
-        seconds=tables.seconds[:, :, kept],
-        once_seconds=tables.once_seconds[:, :, kept],
-        bytes_always=tables.bytes_always[:, :, kept],
-        bytes_in_flight=tables.bytes_in_flight[:, :, kept],
-        boundary=tables.boundary[:, :, kept][..., kept],
-        fits=tables.fits[::unit, kept],
+        num_devices=tables.num_devices[submeshes] // unit,
+        seconds=tables.seconds[:, :, submeshes],
+        once_seconds=tables.once_seconds[:, :, submeshes],
+        bytes_always=tables.bytes_always[:, :, submeshes],
+        bytes_in_flight=tables.bytes_in_flight[:, :, submeshes],
+        boundary=tables.boundary[:, :, submeshes][..., submeshes],
+        fits=tables.fits[::unit, submeshes],
         link_at=tables.link_at[::unit],
         starts=starts,
-        bytes_at_update=tables.bytes_at_update[:, :, kept],
+        bytes_at_update=tables.bytes_at_update[:, :, submeshes],
     )

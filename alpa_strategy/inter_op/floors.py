@@ -1,10 +1,11 @@
-"""Seconds below which no stage is that fits into memory: Lagrangian bounds of runs of layers.
+"""Lower bounds of the seconds of stages that fit into memory: Lagrangian bounds of runs of layers.
 
-A stage has to meet two limits of memory: with its activations, and while the optimizer updates. Of
-whatever layouts fit, seconds plus a price of their bytes are at most seconds plus that price of the
+A stage has two limits of memory: with its activations, and while the optimizer updates. For any
+layouts that fit, seconds plus a price of their bytes are at most seconds plus that price of the
 limit. So the least of `seconds + price * bytes` over all layouts, less `price * limit`, is a lower
-bound of the seconds, for every price. The least is found layer by layer, by the elimination that
-prices layers for the stage DP (layer_matrix.py): a sum of layers is below what they take together.
+bound of the seconds, for every price. The least is computed layer by layer, by the elimination that
+prices layers for the stage DP (layer_matrix.py): a sum over layers is below the minimum of all
+together.
 """
 
 from collections.abc import Sequence
@@ -27,13 +28,13 @@ if TYPE_CHECKING:
 
 
 class FloorPrice(NamedTuple):
-    """A price of memory, and which bytes it is of.
+    """A price of memory, and the bytes that it applies to.
 
     Attributes:
         per_byte: seconds per byte (in `EXTRA_PRICES`, multiples of those of the step).
-        alive: micro-batches whose activations count.
-        share: of the limit on bytes with activations; the rest is of that on the optimizer's step.
-        recomputes: 1.0 for stages that recompute, which keep no activations; else 0.0.
+        alive: number of micro-batches whose activations count.
+        share: weight of the limit with activations; the limit of the optimizer's step has the rest.
+        recomputes: 1.0 for stages that recompute, which save no activations; else 0.0.
     """
 
     per_byte: float
@@ -62,9 +63,9 @@ def layer_floors(
     num_microbatches: int,
     passing: tuple[np.ndarray, np.ndarray],
 ) -> np.ndarray:
-    """[price] the least of a layer's seconds in a step and the price of its bytes.
+    """Return, per price, the least of a layer's seconds in a step plus the price of its bytes.
 
-    A layer too entangled for tables gets 0: nothing is known of it.
+    It is 0 for a layer whose tables would be too large: nothing is known of it.
 
     Args:
         passing: of `passing_seconds`.
@@ -89,37 +90,39 @@ def layer_floors(
 def _problem_at(
     joined: LayerProblem, prices: Sequence[FloorPrice], num_microbatches: int
 ) -> Problem:
-    """The layer's problem at all prices: costs have a leading axis for them."""
+    """Return the layer's problem at all prices: costs have a leading axis for them."""
 
-    def priced(parts: CostBreakdown) -> np.ndarray:
+    def priced(costs_of: CostBreakdown) -> np.ndarray:
         costs = []
         for price in prices:
-            seconds = (1 + price.recomputes) * parts.forward + parts.backward
-            num_bytes = parts.always + price.share * price.alive * parts.saved
-            cost = num_microbatches * seconds + parts.once + price.per_byte * num_bytes
+            seconds = (1 + price.recomputes) * costs_of.forward + costs_of.backward
+            num_bytes = costs_of.always + price.share * price.alive * costs_of.saved
+            cost = num_microbatches * seconds + costs_of.once + price.per_byte * num_bytes
             costs.append(cost)
         return np.stack(costs)
 
     intra = joined.stage.intra
-    costs = [priced(parts) for parts in joined.choices]
+    costs = [priced(costs_of) for costs_of in joined.choices]
     # [price, 1] seconds per byte of gradients, while the optimizer updates.
     of_update = np.array([[price.per_byte * (1 - price.share)] for price in prices])
     for index, parameter in enumerate(intra.parameters):
         scratch_bytes = intra.tables.optimizer.scratch * parameter.gradient_bytes
         costs[index] = costs[index] + of_update * scratch_bytes
 
-    tables = [priced(parts) for parts in joined.transfers]
+    tables = [priced(costs_of) for costs_of in joined.transfers]
     return priced_problem(joined, costs, tables)
 
 
 def least_working(joined: LayerProblem) -> float:
-    """The temporary bytes that a layer needs whatever its layouts."""
+    """Return the temporary bytes that a layer needs in any layouts."""
     least = (float(options.temporary_bytes.min()) for options in joined.stage.intra.ops)
     return max(least, default=0.0)
 
 
 def least_always(joined: LayerProblem) -> float:
-    """The bytes that a layer's parameters and buffers need whatever is in flight."""
+    """Return the bytes that a layer's parameters and buffers need in any layouts, whatever is in
+    flight.
+    """
     return sum(float(parts.always.min()) for parts in joined.choices)
 
 
@@ -128,10 +131,13 @@ Floors = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
 
 
 def floors_of(job: "StageCostTask", priced: "PricedLayers", is_needed: bool) -> Floors:
-    """What memory adds to the least seconds of every layer; nothing where all fits anyway.
+    """Return lower bounds of every layer's seconds under the memory limit.
 
-    What the layers were priced with already is a floor as well: activations count, and nothing is
-    recomputed.
+    The prices at which layers were solved already give bounds as well: of stages whose activations
+    count and that recompute nothing.
+
+    Args:
+        is_needed: whether memory may bind. If not, there are no bounds.
     """
     kinds = priced.kinds
     if not is_needed or len(priced.prices) == 1:
@@ -148,25 +154,29 @@ def floors_of(job: "StageCostTask", priced: "PricedLayers", is_needed: bool) -> 
     for problem, passing, matrix in zip(
         priced.problems, priced.passing, priced.matrices, strict=True
     ):
-        again = layer_floors(problem, extra, job.num_microbatches, passing)
-        of_kinds.append(np.concatenate([matrix.objective.min(axis=(1, 2)), again]))
+        extra_floors = layer_floors(problem, extra, job.num_microbatches, passing)
+        of_kinds.append(np.concatenate([matrix.objective.min(axis=(1, 2)), extra_floors]))
     seconds = np.stack([of_kinds[kind] for kind in kinds], axis=1)
     always = np.array([least_always(problem) for problem in priced.problems])
     working = np.array([least_working(problem) for problem in priced.problems])
-    if job.gradients_begin:  # what is temporary may take the place of gradients
+    # What is temporary may take the place of gradients.
+    if job.gradients_begin:
         working[:] = 0.0
     return np.array([*known, *extra]), seconds, always[kinds], working[kinds]
 
 
 def side_by_side(floors: Sequence[Floors], num_layers: int) -> Floors:
-    """With an axis of shapes in front; shapes without prices get those of no price."""
-    most = max((len(own[0]) for own in floors), default=0)
+    """Return the bounds of several logical shapes, with a leading axis for the shapes.
+
+    Shapes without prices get the bounds at price 0.
+    """
+    most = max((len(floor[0]) for floor in floors), default=0)
     prices = np.zeros((len(floors), most, 4))
     seconds = np.zeros((len(floors), most, num_layers))
     always, working = (np.zeros((len(floors), num_layers)) for _ in range(2))
-    for index, own in enumerate(floors):
-        prices[index, : len(own[0])], seconds[index, : len(own[0])] = own[:2]
-        always[index], working[index] = own[2:]
+    for index, floor in enumerate(floors):
+        prices[index, : len(floor[0])], seconds[index, : len(floor[0])] = floor[:2]
+        always[index], working[index] = floor[2:]
     return prices, seconds, always, working
 
 
@@ -175,9 +185,9 @@ class StageFloors:
 
     def __init__(self, job: "StageCostTask", runs: Sequence["LayerRangeCosts"]) -> None:
         self._job, self._runs = job, runs
-        self._sums = [_of_runs(own.floor_seconds) for own in runs]
-        self._always = [_of_runs(own.floor_always[:, None])[:, 0] for own in runs]
-        self._working = [_largest_of_runs(own.floor_working) for own in runs]
+        self._sums = [_of_runs(costs.floor_seconds) for costs in runs]
+        self._always = [_of_runs(costs.floor_always[:, None])[:, 0] for costs in runs]
+        self._working = [_largest_of_runs(costs.floor_working) for costs in runs]
         self._known: dict[tuple[object, ...], np.ndarray] = {}
 
     def seconds(
@@ -187,16 +197,20 @@ class StageFloors:
         may_recompute: bool = True,
         submesh: int | None = None,
     ) -> np.ndarray:
-        """[first layer, last + 1, submesh] seconds of a step below which no stage is; 0 where
-        nothing is known. Of one `submesh`: [first layer, last + 1].
+        """Return lower bounds of stages' seconds per step, [first layer, last + 1, submesh]; 0 if
+        nothing is known. [first layer, last + 1] if `submesh` is given.
 
         Args:
-            alive: (micro-batch, stage) pairs on the mesh at once, at least.
-            stages_per_mesh: that share the mesh, and its memory in equal parts.
+            alive: the least number of (micro-batch, stage) pairs that a mesh stores at once.
+            stages_per_mesh: stages that share the mesh, and its memory in equal shares.
+            may_recompute: whether stages may recompute their activations.
         """
         if submesh is None:
-            every = range(len(self._runs))
-            floors = [self.seconds(alive, stages_per_mesh, may_recompute, each) for each in every]
+            submeshes = range(len(self._runs))
+            floors = [
+                self.seconds(alive, stages_per_mesh, may_recompute, submesh_index)
+                for submesh_index in submeshes
+            ]
             return np.stack(floors, axis=-1)
         key = submesh, alive, stages_per_mesh, may_recompute
         if key not in self._known:
@@ -208,16 +222,18 @@ class StageFloors:
     def _of_submesh(
         self, submesh: int, alive: float, stages_per_mesh: int, may_recompute: bool
     ) -> np.ndarray:
-        """[first, last + 1]: the least over logical shapes, and whether the stage recomputes."""
-        own, remat = self._runs[submesh], self._job.remat
-        num_shapes, num_prices, _ = own.floor_prices.shape
+        """Return [first, last + 1] the least bound over logical shapes, and over whether the stage
+        recomputes.
+        """
+        costs, remat = self._runs[submesh], self._job.remat
+        num_shapes, num_prices, _ = costs.floor_prices.shape
         L = self._job.num_layers
         if num_shapes == 0 or num_prices == 0:
             return np.zeros((L, L + 1))
         kinds = [False] * (remat is not True) + [True] * (remat is not False and may_recompute)
         least = np.full((L, L + 1), np.inf)
         for shape in range(num_shapes):
-            prices = own.floor_prices[shape]
+            prices = costs.floor_prices[shape]
             floors = self._sums[submesh][shape] - self._paid(submesh, shape, alive, stages_per_mesh)
             for recomputes in kinds:
                 used = prices[:, 3] == recomputes
@@ -225,32 +241,36 @@ class StageFloors:
         return least
 
     def _paid(self, submesh: int, shape: int, alive: float, stages_per_mesh: int) -> np.ndarray:
-        """[price, first, last + 1] what the bytes of stages that fit cost at most."""
+        """Return [price, first, last + 1] the most that the bytes of stages that fit can cost."""
         prices = self._runs[submesh].floor_prices[shape]
         per_byte, priced_alive, share, _ = prices.T[..., None, None]
         limit = self._job.memory_limit / stages_per_mesh
         with_activations = limit - self._working[submesh][shape]
         # Of more micro-batches than there are, the activations that fit are `more` times larger.
         more = np.maximum(priced_alive / alive, 1.0)
-        kept = more * with_activations - (more - 1) * self._always[submesh][shape]
-        num_bytes = share * kept + (1 - share) * limit
+        stored_bytes = more * with_activations - (more - 1) * self._always[submesh][shape]
+        num_bytes = share * stored_bytes + (1 - share) * limit
         # Without a price nothing is paid, though there may be no limit.
         return np.where(per_byte > 0, per_byte * num_bytes, 0.0)
 
 
 def _of_runs(layers: np.ndarray) -> np.ndarray:
-    """[shape, price, first, last + 1] sums of [shape, price, layer]; 0 of no layers."""
+    """Return [shape, price, first, last + 1] sums of `layers`, [shape, price, layer]; 0 for no
+    layers.
+    """
     shapes, prices, count = layers.shape
-    found = np.zeros((shapes, prices, count, count + 1))
+    sums = np.zeros((shapes, prices, count, count + 1))
     for first in range(count):
-        found[:, :, first, first + 1 :] = np.cumsum(layers[:, :, first:], axis=2)
-    return found
+        sums[:, :, first, first + 1 :] = np.cumsum(layers[:, :, first:], axis=2)
+    return sums
 
 
 def _largest_of_runs(layers: np.ndarray) -> np.ndarray:
-    """[shape, first, last + 1] the largest of [shape, layer] in each run; 0 of no layers."""
+    """Return [shape, first, last + 1] the largest of `layers`, [shape, layer], in each run; 0 for
+    no layers.
+    """
     shapes, count = layers.shape
-    found = np.zeros((shapes, count, count + 1))
+    largest = np.zeros((shapes, count, count + 1))
     for first in range(count):
-        found[:, first, first + 1 :] = np.maximum.accumulate(layers[:, first:], axis=1)
-    return found
+        largest[:, first, first + 1 :] = np.maximum.accumulate(layers[:, first:], axis=1)
+    return largest

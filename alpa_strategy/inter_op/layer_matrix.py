@@ -1,13 +1,13 @@
-"""One layer's least cost from boundary layout to boundary layout: the matrices whose min-plus
-products price every run.
+"""The least cost of one layer from boundary layout to boundary layout: matrices whose min-plus
+products price every run of layers.
 
-Named approximation: inside a stage, values pass from layer to layer in `R` or `S<d>` (never as
-partial values), and of several values that cross a boundary the largest chooses its layout; the
-others follow it dim by dim, and pay where that changes from one boundary to the next. The stages
-that are chosen are solved by the ILP itself.
+This approximates: inside a stage, values pass from layer to layer in `R` or `S<d>` (never as
+partial values). Of several values that cross a boundary the largest chooses its layout; the others
+follow it dim by dim, and are resharded if that differs at the next boundary. The ILP itself solves
+the stages that are chosen.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from enum import IntEnum
@@ -25,7 +25,7 @@ from alpa_strategy.inter_op.stage_problem import (
     weigh,
     zero_costs,
 )
-from alpa_strategy.intra_op.build import OptionTables, boundary_layouts
+from alpa_strategy.intra_op.build import BoundaryChoice, OptionTables, boundary_layouts
 from alpa_strategy.intra_op.decode import read_last
 from alpa_strategy.intra_op.options import gathers, local_bytes
 from alpa_strategy.intra_op.problem import (
@@ -43,8 +43,10 @@ from alpa_strategy.ir.placement import INVARIANT, DualLayout, shard
 from alpa_strategy.sharding.redistribute import reshard_table
 
 MAX_TABLE_ENTRIES = 10_000_000
-MAX_ENTRIES = 200_000_000  # of all tables of one price: about a second
-TOGETHER_ENTRIES = 2_000_000  # of one table at all prices that are solved together
+# Of all tables of one price: about a second.
+MAX_ENTRIES = 200_000_000
+# Of one table at all prices that are solved together.
+TOGETHER_ENTRIES = 2_000_000
 # The last axis of `parts`: seconds of a micro-batch and once per step; bytes always and per
 # micro-batch in flight, boundary in, boundary out, largest temporary; where every layer is
 # recomputed alone: the largest layer's graph, and what passes from layer to layer inside the run;
@@ -62,36 +64,42 @@ SUMMED = {
 }
 PER_STEP_SUMMED = {Part.DERIVING: "once", Part.DERIVED: "always"}
 
-Price = tuple[float, float]  # weights of one elimination: seconds per byte, micro-batches alive
+# Weights of one elimination: seconds per byte, micro-batches alive.
+Price = tuple[float, float]
 
 
 @dataclass(frozen=True)
 class LayerMatrix:
-    """Of the cheapest assignment from layout p to layout q under price k."""
+    """The costs of the cheapest assignment of a layer, from layout p to layout q under price k."""
 
-    objective: np.ndarray  # [k, p, q] what was minimised (inf where impossible)
-    parts: np.ndarray  # [k, p, q, part] every `Part`
+    # [k, p, q] what was minimised (inf where impossible)
+    objective: np.ndarray
+
+    # [k, p, q, part] every `Part`
+    parts: np.ndarray
 
 
 @dataclass(frozen=True)
 class LayerBoundary:
-    """The boundary values of a layer: which leads, and its layouts. None: nothing crosses, one
-    state.
+    """The boundary values of a layer: the leader at each end, and its layouts. None: nothing
+    crosses, and there is one state.
     """
 
     entering: int | None
     leaving: int | None
     entering_layouts: tuple[DualLayout, ...]
     leaving_layouts: tuple[DualLayout, ...]
-    passing: tuple[int, ...] = ()  # values that cross both boundaries
+
+    # Values that cross both boundaries.
+    passing: tuple[int, ...] = ()
 
 
 def passing_seconds(
     graph: StepGraph, ends: LayerBoundary, tables: OptionTables
 ) -> tuple[np.ndarray, np.ndarray]:
-    """(forward, backward) seconds [entering layout, leaving layout] of bringing the values that
-    cross a layer from the
-    layout in which they enter it to the one in which they leave it."""
+    """Return (forward, backward) seconds, [entering layout, leaving layout], of the values that
+    cross a layer: resharding from the layouts in which they enter to those in which they leave.
+    """
     shape = (len(ends.entering_layouts), len(ends.leaving_layouts))
     forward, backward = np.zeros(shape), np.zeros(shape)
     for value in ends.passing:
@@ -117,10 +125,11 @@ def layer_matrix(
     passing: of `passing_seconds`. begins: see `decode.working_bytes`.
     """
     shape = (len(prices), len(joined.entering_bytes), len(joined.leaving_bytes))
+    # [price, p, q], [price, p, q, part]
     objective, parts = (
         np.full(shape, np.inf),
         np.zeros((*shape, len(Part))),
-    )  # [price, p, q], [price, p, q, part]
+    )
     live = [np.flatnonzero(np.isfinite(p.forward + p.backward + p.once)) for p in joined.choices]
     if any(len(strategies) == 0 for strategies in live):
         return LayerMatrix(objective, parts)
@@ -128,12 +137,13 @@ def layer_matrix(
     if any(
         len(strategies) < len(p.forward) for strategies, p in zip(live, joined.choices, strict=True)
     ):
-        problem = restrict_strategies(problem, live)  # what pins forbid is not even looked at
-    kept = (joined.entering, joined.leaving)
-    found = _by_elimination(problem, kept)
-    if found is None:
-        found = _stacked(dense_layer_costs(_one_by_one(problem, len(prices)), kept))
-    objective[:], values = found
+        # What pins forbid is not even looked at.
+        problem = restrict_strategies(problem, live)
+    ends = (joined.entering, joined.leaving)
+    pairs = _by_elimination(problem, ends)
+    if pairs is None:
+        pairs = _stacked(dense_layer_costs(_one_by_one(problem, len(prices)), ends))
+    objective[:], values = pairs
     values = [strategies[v] for strategies, v in zip(live, values, strict=False)]
     parts[:] = _sum_parts(joined, values, shape, begins)
     objective += num_microbatches * sum(passing)
@@ -143,7 +153,7 @@ def layer_matrix(
 
 
 def _problem_at(joined: "LayerProblem", prices: Sequence[Price], num_microbatches: int) -> Problem:
-    """The layer's problem at all prices: costs have a leading axis for them."""
+    """Return the layer's problem at all prices: costs have a leading axis for them."""
     choices = _priced(joined.choices, prices, num_microbatches)
     tables = _priced(joined.transfers, prices, num_microbatches)
     return priced_problem(joined, choices, tables)
@@ -152,59 +162,67 @@ def _problem_at(joined: "LayerProblem", prices: Sequence[Price], num_microbatche
 def priced_problem(
     joined: "LayerProblem", choices: Sequence[np.ndarray], tables: Sequence[np.ndarray]
 ) -> Problem:
-    """The layer's problem with these costs of its choices and transfers, memory included."""
+    """Return the layer's problem with the costs of its choices and of its transfers replaced,
+    memory included.
+    """
     return Problem(
         tuple(Choice(str(i), cost, cost) for i, cost in enumerate(choices)),
         tuple(replace(t, cost=c, memory=c) for t, c in zip(joined.problem, tables, strict=True)),
     )
 
 
-def _by_elimination(problem: Problem, kept: tuple[int, int]) -> "Pairs | None":
-    """[price, p, q], exact; None where that would take too large tables."""
+def _by_elimination(problem: Problem, ends: tuple[int, int]) -> "Pairs | None":
+    """Return the exact costs, [price, p, q]; None if the tables would be too large.
+
+    Args:
+        ends: the choices p and q.
+    """
     network = network_of(problem)
     order = None
     if network is not None:
-        order = plan_order(network, MAX_TABLE_ENTRIES, MAX_ENTRIES, kept)
+        order = plan_order(network, MAX_TABLE_ENTRIES, MAX_ENTRIES, ends)
     if network is None or order is None:
         return None
     together = max(1, int(TOGETHER_ENTRIES / max(order.most_entries, 1.0)))
     num_prices = len(problem.choices[0].cost)
-    found = []
+    pairs = []
     for first in range(0, num_prices, together):
-        part = network.with_tables(partial(_rows, first=first, last=first + together))
-        found.append(eliminate(part, order.variables, kept))
-    return _joined_prices(found)
+        at_some_prices = network.with_tables(partial(_rows, first=first, last=first + together))
+        pairs.append(eliminate(at_some_prices, order.variables, ends))
+    return _joined_prices(pairs)
 
 
 def _rows(table: np.ndarray, first: int, last: int) -> np.ndarray:
-    """The table at some of its prices; one that holds at all of them as it is."""
+    """Return the entries of a table for some of its prices; a table that holds for all prices
+    unchanged.
+    """
     return table if len(table) == 1 else table[first:last]
 
 
-def _joined_prices(found: Sequence["Pairs"]) -> "Pairs":
-    """What was found for some prices each, as one."""
-    if len(found) == 1:
-        return found[0]
-    objectives, values = zip(*found, strict=True)
-    every = zip(*values, strict=True)
-    return np.concatenate(objectives), [np.concatenate(of_choice) for of_choice in every]
+def _joined_prices(pairs: Sequence["Pairs"]) -> "Pairs":
+    """Return pairs of tables, each for some prices, as one."""
+    if len(pairs) == 1:
+        return pairs[0]
+    objectives, values = zip(*pairs, strict=True)
+    by_choice = zip(*values, strict=True)
+    return np.concatenate(objectives), [np.concatenate(of_choice) for of_choice in by_choice]
 
 
 def _one_by_one(problem: Problem, num_prices: int) -> list[Problem]:
-    """The problem at each price alone."""
-    found = []
+    """Return the problem at each single price."""
+    problems = []
     for k in range(num_prices):
         choices = tuple(replace(x, cost=x.cost[k], memory=x.memory[k]) for x in problem.choices)
         transfers = tuple(replace(t, cost=t.cost[k], memory=t.memory[k]) for t in problem.transfers)
-        found.append(Problem(choices, transfers))
-    return found
+        problems.append(Problem(choices, transfers))
+    return problems
 
 
-def _stacked(found: Sequence["Pairs"]) -> "Pairs":
-    """[price, p, q] of one pair of tables per price."""
-    objectives, values = zip(*found, strict=True)
-    every = zip(*values, strict=True)
-    return np.stack(objectives), [np.stack(of_choice) for of_choice in every]
+def _stacked(pairs: Sequence["Pairs"]) -> "Pairs":
+    """Return [price, p, q] of one pair of tables per price."""
+    objectives, values = zip(*pairs, strict=True)
+    by_choice = zip(*values, strict=True)
+    return np.stack(objectives), [np.stack(of_choice) for of_choice in by_choice]
 
 
 @dataclass(frozen=True)
@@ -225,146 +243,216 @@ class LayerProblem:
 
 
 def follow_leaders(stage: StageProblem, ends: LayerBoundary) -> LayerProblem:
-    """The problem of a layer for `layer_matrix`."""
-    intra = stage.intra
-    count = len(stage.choices)
-    entering, leaving = count, count + 1
-    # A boundary value's own choice -> the leader's, and [leader's layout] which of its own layouts
-    # it has then.
-    into: dict[int, tuple[int, np.ndarray]] = {}
-    for value, boundary in intra.received.items():
-        followed = _followed(
-            intra.step, value, boundary.layouts, ends.entering, ends.entering_layouts
-        )
-        into[boundary.choice] = (entering, followed)
-    out: dict[int, tuple[int, np.ndarray]] = {}
-    for value, boundary in intra.sent.items():
-        followed = _followed(
-            intra.step, value, boundary.layouts, ends.leaving, ends.leaving_layouts
-        )
-        out[boundary.choice] = (leaving, followed)
-    transfers = []
-    for transfer in intra.problem.transfers:
-        producer, source = transfer.producer, np.asarray(transfer.source)
-        if producer in into:
-            producer, chosen = into[producer]
-            source = source[chosen]
-        uses = []
-        for use in transfer.uses:
-            if use.choice in out:
-                leader, followed = out[use.choice]
-                use = Use(leader, np.asarray(use.layout)[followed])
-            uses.append(use)
-        transfers.append(replace(transfer, producer=producer, source=source, uses=tuple(uses)))
-    kept_in, kept_out = np.zeros(len(ends.entering_layouts)), np.zeros(len(ends.leaving_layouts))
+    """Return the problem of a layer for `layer_matrix`: all boundary values follow the leader of
+    their end.
+    """
+    entering = len(stage.choices)
+    leaving = entering + 1
+    into = _followers(stage.intra.step, stage.intra.received, ends.entering, ends.entering_layouts)
+    out = _followers(stage.intra.step, stage.intra.sent, ends.leaving, ends.leaving_layouts)
+
     choices = list(stage.choices)
-    for mapping, kept in ((into, kept_in), (out, kept_out)):
-        for choice, (_, chosen) in mapping.items():
-            kept += stage.choices[choice].saved[chosen]
+    entering_bytes = np.zeros(len(ends.entering_layouts))
+    leaving_bytes = np.zeros(len(ends.leaving_layouts))
+    for followers, stored_bytes in ((into, entering_bytes), (out, leaving_bytes)):
+        for choice, followed in followers.items():
+            stored_bytes += stage.choices[choice].saved[followed]
             choices[choice] = zero_costs(1)
-    choices += [zero_costs(len(kept_in)), zero_costs(len(kept_out))]
-    parts, again = list(stage.transfers), intra.gathered_again
-    gathered: list[np.ndarray | None] = [None] * len(parts)
-    for index, layouts in enumerate(intra.transfers):
-        sizes = [
-            local_bytes(intra.step.values[layouts.value], q, intra.mesh.shape)
-            for q in layouts.targets
-        ]
-        saved = parts[index].saved
-        if (
-            layouts.value in intra.received and saved.any()
-        ):  # inside a stage a received value is kept like any other
-            parts[index] = replace(
-                parts[index], saved=np.broadcast_to(sizes, saved.shape).astype(float)
-            )
-        if layouts.value in again:
-            gathered[index] = np.where(gathers(layouts.sources, layouts.targets), sizes, 0)
-    ends_kept = entering, leaving, kept_in, kept_out
+    choices += [zero_costs(len(entering_bytes)), zero_costs(len(leaving_bytes))]
+
+    transfers = []
+    for transfer in stage.intra.problem.transfers:
+        transfers.append(_with_leaders(transfer, (entering, into), (leaving, out)))
+    transfer_costs, gathered = _transfer_costs(stage)
     return LayerProblem(
-        stage, tuple(choices), tuple(parts), tuple(transfers), *ends_kept, tuple(gathered)
+        stage=stage,
+        choices=tuple(choices),
+        transfers=tuple(transfer_costs),
+        problem=tuple(transfers),
+        entering=entering,
+        leaving=leaving,
+        entering_bytes=entering_bytes,
+        leaving_bytes=leaving_bytes,
+        gathered=tuple(gathered),
     )
+
+
+def _followers(
+    graph: StepGraph,
+    values: Mapping[int, BoundaryChoice],
+    leader: int | None,
+    layouts: tuple[DualLayout, ...],
+) -> dict[int, np.ndarray]:
+    """Return the choice of each boundary value -> [leader's layout] the layout that it has then.
+
+    Args:
+        values: that cross one boundary, with their choices.
+        leader: of the boundary. layouts: of the leader.
+    """
+    followers = {}
+    for value, boundary in values.items():
+        followers[boundary.choice] = _followed(graph, value, boundary.layouts, leader, layouts)
+    return followers
+
+
+def _with_leaders(
+    transfer: Transfer,
+    entering: tuple[int, Mapping[int, np.ndarray]],
+    leaving: tuple[int, Mapping[int, np.ndarray]],
+) -> Transfer:
+    """Return a transfer with the leaders' choices in place of those of boundary values.
+
+    Args:
+        entering, leaving: the leader's choice, and `_followers` of its boundary.
+    """
+    producer = transfer.producer
+    source = np.asarray(transfer.source)
+    entering_choice, into = entering
+    if producer in into:
+        source = source[into[producer]]
+        producer = entering_choice
+
+    leaving_choice, out = leaving
+    uses = []
+    for use in transfer.uses:
+        if use.choice in out:
+            followed = np.asarray(use.layout)[out[use.choice]]
+            uses.append(Use(leaving_choice, followed))
+        else:
+            uses.append(use)
+    return replace(transfer, producer=producer, source=source, uses=tuple(uses))
+
+
+def _transfer_costs(
+    stage: StageProblem,
+) -> tuple[list[CostBreakdown], list[np.ndarray | None]]:
+    """Return the costs of each transfer, and [source, target] bytes of re-gathered values; None for
+    other values.
+    """
+    intra = stage.intra
+    costs = list(stage.transfers)
+    gathered: list[np.ndarray | None] = []
+    for index, layouts in enumerate(intra.transfers):
+        meta = intra.step.values[layouts.value]
+        sizes = [local_bytes(meta, target, intra.mesh.shape) for target in layouts.targets]
+        saved = costs[index].saved
+        # Inside a stage a received value is saved like any other.
+        if layouts.value in intra.received and saved.any():
+            saved_bytes = np.broadcast_to(sizes, saved.shape).astype(float)
+            costs[index] = replace(costs[index], saved=saved_bytes)
+
+        if layouts.value in intra.gathered_again:
+            is_gathered = gathers(layouts.sources, layouts.targets)
+            gathered.append(np.where(is_gathered, sizes, 0))
+        else:
+            gathered.append(None)
+    return costs, gathered
 
 
 def _followed(
     graph: StepGraph,
     value: int,
-    own: tuple[DualLayout, ...],
+    value_layouts: tuple[DualLayout, ...],
     leader: int | None,
     layouts: tuple[DualLayout, ...],
 ) -> np.ndarray:
-    """Index among the layouts `own` of the one that a value has while the leader has each of
-    `layouts`.
+    """Return, per layout of the leader, the index of the layout that a value has then.
+
+    Args:
+        value_layouts: of the value; the result has indices of these.
+        leader: the value that leads; None: there is none.
+        layouts: of the leader.
     """
     if value == leader:
-        return np.array([own.index(layout) for layout in layouts])
+        return np.array([value_layouts.index(layout) for layout in layouts])
     shape = graph.values[value].shape
     leading = graph.values[leader].shape if leader is not None else ()
-    found = []
+    indices = []
     for layout in layouts:
-        followed = tuple(
-            shard(d)
-            if (d := p.shard_dim) is not None and d < len(shape) and shape[d] == leading[d]
-            else INVARIANT
-            for p in layout
-        )
-        whole = (INVARIANT,) * len(layout)
-        found.append(own.index(followed if followed in own else whole))
-    return np.array(found)
+        followed = _followed_layout(layout, shape, leading)
+        if followed not in value_layouts:
+            followed = (INVARIANT,) * len(layout)
+        indices.append(value_layouts.index(followed))
+    return np.array(indices)
+
+
+def _followed_layout(
+    layout: DualLayout, shape: tuple[int, ...], leading: tuple[int, ...]
+) -> DualLayout:
+    """Return the layout that shards the same dims as the leader's `layout`, if they have the same
+    size.
+
+    Args:
+        shape: of the value that follows.
+        leading: shape of the leader.
+    """
+    placements = []
+    for placement in layout:
+        dim = placement.shard_dim
+        has_dim = dim is not None and dim < len(shape)
+        if dim is not None and has_dim and shape[dim] == leading[dim]:
+            placements.append(shard(dim))
+        else:
+            placements.append(INVARIANT)
+    return tuple(placements)
 
 
 def _priced(
-    parts: Sequence[CostBreakdown], prices: Sequence[Price], num_microbatches: int
+    breakdowns: Sequence[CostBreakdown], prices: Sequence[Price], num_microbatches: int
 ) -> list[np.ndarray]:
-    """[price, ...] of each: its seconds, and its bytes at their price."""
-    seconds, _ = weigh(parts, num_microbatches, 1)
+    """Return [price, ...] of each breakdown: its seconds, plus its bytes at their price."""
+    seconds, _ = weigh(breakdowns, num_microbatches, 1)
     per_byte = np.array([price for price, _ in prices])
     in_flight = np.array([alive for _, alive in prices])
-    found = []
-    for own, each in zip(parts, seconds, strict=True):
-        axes = (-1, *[1] * each.ndim)
-        cost = np.broadcast_to(each, (len(prices), *each.shape))
-        if per_byte.any() and not own.nonzero.isdisjoint(("always", "saved")):
-            num_bytes = own.always + in_flight.reshape(axes) * own.saved
-            cost = each + per_byte.reshape(axes) * num_bytes
-        found.append(cost)
-    return found
+    costs = []
+    for breakdown, without_price in zip(breakdowns, seconds, strict=True):
+        axes = (-1, *[1] * without_price.ndim)
+        cost = np.broadcast_to(without_price, (len(prices), *without_price.shape))
+        if per_byte.any() and not breakdown.nonzero.isdisjoint(("always", "saved")):
+            num_bytes = breakdown.always + in_flight.reshape(axes) * breakdown.saved
+            cost = without_price + per_byte.reshape(axes) * num_bytes
+        costs.append(cost)
+    return costs
 
 
 def _sum_parts(
     joined: LayerProblem, values: Sequence[np.ndarray], shape: tuple[int, ...], begins: bool
 ) -> np.ndarray:
-    """[price, p, q, part] of the minimising assignments; `values`: per choice, [price, p, q] the
-    strategy that it takes.
+    """Return [price, p, q, part] of the minimising assignments.
+
+    Args:
+        values: per choice, [price, p, q] the strategy that it takes.
+        shape: (prices, p, q).
+        begins: see `decode.working_bytes`.
     """
     intra = joined.stage.intra
     total = np.zeros((*shape, len(Part)))
     working, gathered, made = (np.zeros(shape) for _ in range(3))
     read = read_last(intra) if begins else [[]] * len(intra.ops)
     offset = len(intra.parameters)
-    for index, parts in enumerate(joined.choices):
-        _add(total, parts, values[index])
+    for index, costs in enumerate(joined.choices):
+        _add(total, costs, values[index])
     scratch = intra.tables.optimizer.scratch
     for index, parameter in enumerate(intra.parameters):
         total[..., Part.UPDATE] += scratch * parameter.gradient_bytes[values[index]]
     for index, (options, parameters) in enumerate(zip(intra.ops, read, strict=True)):
         made += sum(intra.parameters[p].gradient_bytes[values[p]] for p in parameters)
         np.maximum(working, options.temporary_bytes[values[offset + index]] - made, out=working)
-    for transfer, parts, sizes in zip(
+    for transfer, costs, sizes in zip(
         joined.problem, joined.transfers, joined.gathered, strict=True
     ):
         source = np.asarray(transfer.source)[values[transfer.producer]]
-        asked: list[
-            np.ndarray
-        ] = []  # per use, [price, p, q] target layout: what an earlier use asked for is there
+        # Per use, [price, p, q] target layout: what an earlier use asked for is there.
+        targets: list[np.ndarray] = []
         for use in transfer.uses:
             target = np.asarray(use.layout)[values[use.choice]]
             new = np.ones(shape, dtype=bool)
-            for earlier in asked:
+            for earlier in targets:
                 new &= target != earlier
-            asked.append(target)
-            _add(total, parts, (source, target), new)
+            targets.append(target)
+            _add(total, costs, (source, target), new)
         if sizes is not None:
-            for target in asked:
+            for target in targets:
                 np.maximum(gathered, sizes[source, target], out=gathered)
     total[..., Part.ENTERING] = joined.entering_bytes[:, None]
     total[..., Part.LEAVING] = joined.leaving_bytes
@@ -373,12 +461,12 @@ def _sum_parts(
 
 
 def _add(
-    total: np.ndarray, parts: CostBreakdown, index: Any, where: np.ndarray | float = 1.0
+    total: np.ndarray, costs: CostBreakdown, index: Any, where: np.ndarray | float = 1.0
 ) -> None:
-    summed = SUMMED | PER_STEP_SUMMED if parts.span == PER_STEP else SUMMED
+    summed = SUMMED | PER_STEP_SUMMED if costs.span == PER_STEP else SUMMED
     for i, name in summed.items():
-        if name in parts.nonzero:
-            total[..., i] += np.where(where, getattr(parts, name)[index], 0.0)
+        if name in costs.nonzero:
+            total[..., i] += np.where(where, getattr(costs, name)[index], 0.0)
 
 
 # --- Layers too entangled for tables (a scan over time: every step reads the same few values),
@@ -397,14 +485,17 @@ Pairs = tuple[np.ndarray, list[np.ndarray]]
 
 
 def dense_layer_costs(problems: Sequence[Problem], ends: tuple[int, int]) -> list[Pairs]:
-    """For every problem, an assignment for each pair of values of the two choices `ends`, and its
-    objective.
+    """Return, per problem, an assignment for each pair of values of the two choices `ends`, and its
+    objective; inf if there is none.
 
-    The problems are one problem at several prices of memory; `inf` where nothing was found.
+    Args:
+        problems: one problem at several prices of memory.
     """
-    starts: list[tuple[int, ...]] = []  # at the lowest and the highest price of memory
+    # At the lowest and the highest price of memory.
+    starts: list[tuple[int, ...]] = []
     for problem in (problems[0], problems[-1])[: len(problems)]:
-        with suppress(PlanError):  # impossible whatever the ends
+        # Impossible whatever the ends.
+        with suppress(PlanError):
             starts.append(solve(problem, SECONDS_PER_SOLVE).assignment)
     return [_moved_ends(problem, ends, list(dict.fromkeys(starts))) for problem in problems]
 

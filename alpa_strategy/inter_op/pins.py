@@ -1,5 +1,5 @@
-"""What a user pinned for a pipeline, checked before anything is solved: which pin cannot be met,
-why, and what can.
+"""Checks of the pins of a pipeline before anything is solved: which pin cannot be met, why, and
+what to do.
 """
 
 import math
@@ -12,23 +12,24 @@ import numpy as np
 
 from alpa_strategy.cluster.spec import ClusterSpec
 from alpa_strategy.errors import OptionError, PlanError
-from alpa_strategy.inter_op.stage_costs import allowed_shapes, axis_counts
+from alpa_strategy.inter_op.mesh_options import allowed_shapes, axis_counts
 from alpa_strategy.inter_op.subgraph import boundary_bytes, cluster_layers, default_num_layers
 from alpa_strategy.intra_op.restrict import matching
 from alpa_strategy.ir.graph import StepGraph
 from alpa_strategy.options import PlanOptions
-from alpa_strategy.schedules import SCHEDULES, why_not
+from alpa_strategy.schedules import SCHEDULES, refusal
 
-Place = tuple[int, int]  # of a mesh: its first device's place, and how many there are
+# Of a mesh: its first device's place, and how many there are.
+Place = tuple[int, int]
 
 
 def check_pins(step: StepGraph, cluster: ClusterSpec, options: PlanOptions) -> None:
-    """PlanError where what is pinned of stages, schedule, micro-batches and meshes cannot be met
-    together here.
+    """Check that the pinned stages, schedule, micro-batches and meshes are possible together here.
 
     Raises:
-        OptionError: a pattern of `placements` matches no parameter of the step, a name of `stages`
-            no module.
+        OptionError: a pattern of `placements` matches no parameter of the step, or a name of
+            `stages` no module.
+        PlanError: they are not.
     """
     check_placements(step, cluster, options)
     stage_cuts(step, options.stages)
@@ -45,7 +46,7 @@ def check_pins(step: StepGraph, cluster: ClusterSpec, options: PlanOptions) -> N
             f"ask for at most {most} stages, or leave num_stages out",
         )
     possible = _possible(cluster, options)
-    numbers = sorted({n for found in possible.values() for n, _ in found})
+    numbers = sorted({n for pairs in possible.values() for n, _ in pairs})
     if not numbers or (wanted is not None and wanted not in numbers):
         raise _no_such_stages(cluster, options, numbers)
     if numbers[0] > most:
@@ -58,7 +59,7 @@ def check_pins(step: StepGraph, cluster: ClusterSpec, options: PlanOptions) -> N
     if schedule is None or count is None:
         return
     meshes = {ranks for n, ranks in possible[schedule] if wanted in (None, n)}
-    reasons = {why_not(schedule, ranks, count) for ranks in sorted(meshes)}
+    reasons = {refusal(schedule, ranks, count) for ranks in sorted(meshes)}
     if reasons and None not in reasons:
         raise PlanError(
             f"num_microbatches={count} cannot be met: {'; '.join(sorted(filter(None, reasons)))}",
@@ -67,18 +68,20 @@ def check_pins(step: StepGraph, cluster: ClusterSpec, options: PlanOptions) -> N
 
 
 def stage_cuts(step: StepGraph, stages: Sequence[str]) -> tuple[int, ...]:
-    """Where `PlanOptions.stages` cuts the step's ops, both ends included; () where nothing is
-    pinned.
+    """Return the op indices at which `PlanOptions.stages` splits the step, both ends included; ()
+    if no stages are pinned.
 
-    Between two stages' modules at the fewest bytes; of equals the last.
+    Between the modules of two stages, it is the index with the fewest crossing bytes; of equals the
+    last.
 
     Raises:
-        OptionError: a name without ops, or a stage whose ops do not all run after those of the one
-            before it.
+        OptionError: a name without ops, or a stage whose ops do not all run after those of the
+            stage before it.
     """
     if not stages:
         return ()
-    ops_of: dict[str, list[int]] = {}  # module -> its ops, those of its submodules included
+    # Module -> its ops, those of its submodules included.
+    ops_of: dict[str, list[int]] = {}
     for index, op in enumerate(step.ops):
         for module in accumulate(op.module.split("."), "{}.{}".format):
             ops_of.setdefault(module, []).append(index)
@@ -104,12 +107,14 @@ def stage_cuts(step: StepGraph, stages: Sequence[str]) -> tuple[int, ...]:
 def layers_of(
     step: StepGraph, cluster: ClusterSpec, options: PlanOptions
 ) -> tuple[tuple[int, ...], tuple[frozenset[Place], ...]]:
-    """Where the step is cut into layers: as many as there may be stages, and wherever a pin needs a
-    cut. And the meshes to which `options.device_map` pins what each of them reads.
+    """Return the op indices that split the step into layers, and per layer the meshes to which
+    `options.device_map` pins the parameters that it reads.
 
-    What several modules share is pinned where it is used under the name that a pin has.
+    There are as many layers as there may be stages, and a split at every index that a pin requires.
+    A parameter that several modules share is pinned where it is used under the pinned name.
     """
-    least = options.num_stages or 1  # stages that the options allow; they can be met (`check_pins`)
+    # Stages that the options allow; they can be met (`check_pins`)
+    least = options.num_stages or 1
     if options.num_stages is None and options.schedule is not None:
         least = min(n for n, _ in _possible(cluster, options)[options.schedule])
     count = max(least, min(default_num_layers(step), len(step.ops)))
@@ -121,28 +126,39 @@ def layers_of(
         pinned_places(step, cluster, options),
         {p.value: p.names for p in step.parameters},
     )
-    readers: list[tuple[int, frozenset[Place]]] = []  # ops
+    # ops
+    readers: list[tuple[int, frozenset[Place]]] = []
     for index, op in enumerate(step.ops if places else ()):
         if read := [names[value] for value in op.operands if value in names]:
             used = [
-                [name for name in own if name.rpartition(".")[0] == op.module] or own
-                for own in read
+                [name for name in names_of_op if name.rpartition(".")[0] == op.module]
+                or names_of_op
+                for names_of_op in read
             ]
             readers.append(
-                (index, frozenset(places[name] for own in used for name in own if name in places))
+                (
+                    index,
+                    frozenset(
+                        places[name]
+                        for names_of_op in used
+                        for name in names_of_op
+                        if name in places
+                    ),
+                )
             )
     for (end, place), (start, other) in pairwise(readers):
         if place != other:
             cuts.add(min(range(start, end, -1), key=bytes_at.__getitem__))
     found = tuple(sorted(cuts))
     return found, tuple(
-        frozenset().union(*(own for op, own in readers if first <= op < last))
+        frozenset().union(*(names_of_op for op, names_of_op in readers if first <= op < last))
         for first, last in pairwise(found)
     )
 
 
 def pinned_places(step: StepGraph, cluster: ClusterSpec, options: PlanOptions) -> dict[str, Place]:
-    """Names of parameters that `options.device_map` has, and their meshes.
+    """Return, per name of a parameter in `options.device_map`, its mesh: (first device, number of
+    devices).
 
     Raises:
         OptionError: a pattern matches no parameter.
@@ -151,7 +167,7 @@ def pinned_places(step: StepGraph, cluster: ClusterSpec, options: PlanOptions) -
     names = {name: name for parameter in step.parameters for name in parameter.names}
     D = cluster.num_devices
     meshes = submeshes(cluster)
-    found: dict[str, Place] = {}
+    mesh_of_name: dict[str, Place] = {}
     ranks_in_order = cluster.ranks_of(0, D) or range(D)
     order = {rank: place for place, rank in enumerate(ranks_in_order)}
     fits = stage_fits(cluster, meshes)
@@ -170,25 +186,30 @@ def pinned_places(step: StepGraph, cluster: ClusterSpec, options: PlanOptions) -
                 f"name {_short(sizes) or 'some'} neighbours from one on: a part of a node, or whole"
                 " nodes",
             )
-        found |= dict.fromkeys(matching(pattern, names, "device_map"), (first, count))
-    return found
+        mesh_of_name |= dict.fromkeys(matching(pattern, names, "device_map"), (first, count))
+    return mesh_of_name
 
 
 def _module_names(text: str) -> list[str]:
-    """`embed, blocks.0-2` -> embed, blocks.0, blocks.1, blocks.2; `blocks.0-blocks.2`, as plans are
-    shown, too.
+    """Return the module names of a text: `embed, blocks.0-2` -> embed, blocks.0, blocks.1,
+    blocks.2.
+
+    Ranges may also be written as plans are displayed: `blocks.0-blocks.2`.
+
+    Raises:
+        OptionError: a range counts down.
     """
     names = []
-    for part in filter(None, map(str.strip, text.split(","))):
-        if found := re.fullmatch(r"(.+\.)(\d+)-(?:\1)?(\d+)", part):
-            first, last = int(found[2]), int(found[3])
+    for name in filter(None, map(str.strip, text.split(","))):
+        if numbered := re.fullmatch(r"(.+\.)(\d+)-(?:\1)?(\d+)", name):
+            first, last = int(numbered[2]), int(numbered[3])
             if last < first:
                 raise OptionError(
-                    f"stages: {part!r} counts down", f"write {found[1]}{last}-{first}"
+                    f"stages: {name!r} counts down", f"write {numbered[1]}{last}-{first}"
                 )
-            names += [f"{found[1]}{i}" for i in range(first, last + 1)]
+            names += [f"{numbered[1]}{i}" for i in range(first, last + 1)]
         else:
-            names.append(part)
+            names.append(name)
     return names
 
 
@@ -205,8 +226,11 @@ def _ops_of(name: str, ops_of: dict[str, list[int]], text: str) -> list[int]:
 
 
 def check_placements(step: StepGraph, cluster: ClusterSpec, options: PlanOptions) -> None:
-    """OptionError where a pattern of `placements` or `device_map` matches no parameter; see
-    `pinned_places`.
+    """Check that every pattern of `placements` and `device_map` matches a parameter.
+
+    Raises:
+        OptionError: a pattern matches none.
+        PlanError: see `pinned_places`.
     """
     pinned_places(step, cluster, options)
     names = {alias: parameter.name for parameter in step.parameters for alias in parameter.names}
@@ -215,8 +239,8 @@ def check_placements(step: StepGraph, cluster: ClusterSpec, options: PlanOptions
 
 
 def logical_shapes(options: PlanOptions, cluster: ClusterSpec) -> list[tuple[int, ...]]:
-    """The logical meshes over all devices that pins allow: the pinned one, or all with as many axes
-    as pins speak of.
+    """Return the logical meshes over all devices that pins allow: the pinned one, or all that have
+    the pinned number of axes.
 
     Raises:
         PlanError: there are none.
@@ -243,25 +267,27 @@ def logical_shapes(options: PlanOptions, cluster: ClusterSpec) -> list[tuple[int
 
 
 def _possible(cluster: ClusterSpec, options: PlanOptions) -> dict[str, list[tuple[int, int]]]:
-    """(number of stages, number of meshes), ascending, that every allowed schedule can have on the
-    devices.
+    """Return, per allowed schedule, the (number of stages, number of meshes) that are possible on
+    the devices, ascending.
     """
     sizes = sorted(
         {math.prod(mesh) for mesh in submeshes(cluster) if allowed_shapes(cluster, options, mesh)}
     )
     schedules = [options.schedule] if options.schedule else SCHEDULES
-    found = {name: _stages_and_meshes(name, cluster.num_devices, sizes) for name in schedules}
-    if options.schedule:  # one stage has none
+    possible = {name: _stages_and_meshes(name, cluster.num_devices, sizes) for name in schedules}
+    # One stage has none.
+    if options.schedule:
         return {
-            name: [(n, ranks) for n, ranks in numbers if n > 1] for name, numbers in found.items()
+            name: [(n, ranks) for n, ranks in numbers if n > 1]
+            for name, numbers in possible.items()
         }
-    return found
+    return possible
 
 
 def _stages_and_meshes(
     schedule: str, num_devices: int, sizes: Sequence[int]
 ) -> list[tuple[int, int]]:
-    """(number of stages, number of meshes) of a schedule on meshes with `sizes`
+    """Return the (number of stages, number of meshes) of a schedule on meshes with one of `sizes`
     devices.
     """
     if not SCHEDULES[schedule].has_one_stage_per_mesh:
@@ -269,7 +295,8 @@ def _stages_and_meshes(
         return sorted(
             (n * v, n) for n in ranks if n > 1 for v in SCHEDULES[schedule].stages_per_mesh
         )
-    numbers = [1] + [0] * num_devices  # [devices]: bit n is set if n meshes can have that number
+    # [devices]: bit n is set if n meshes can have that number
+    numbers = [1] + [0] * num_devices
     for devices in range(1, num_devices + 1):
         for size in sizes:
             if size <= devices:
@@ -278,7 +305,7 @@ def _stages_and_meshes(
 
 
 def _where(cluster: ClusterSpec, options: PlanOptions) -> str:
-    """The devices, and what is pinned of their meshes."""
+    """Return a text that names the devices, and what is pinned of their meshes."""
     where = f"{cluster.num_devices} device{'s' * (cluster.num_devices != 1)}"
     if options.logical_mesh is not None:
         return f"{where} with logical_mesh={list(options.logical_mesh)}"
@@ -292,7 +319,7 @@ def _no_such_stages(cluster: ClusterSpec, options: PlanOptions, possible: list[i
     wanted = options.num_stages
     schedule = options.schedule
     where = _where(cluster, options)
-    asked = (
+    request = (
         f"num_stages={wanted}"
         if wanted is not None
         else "a pipeline"
@@ -314,12 +341,12 @@ def _no_such_stages(cluster: ClusterSpec, options: PlanOptions, possible: list[i
             else ""
         )
     if schedule is None:
-        return PlanError(f"{asked} cannot be met on {where} by any schedule", fix)
-    each = " or ".join(map(str, SCHEDULES[schedule].stages_per_mesh))
+        return PlanError(f"{request} cannot be met on {where} by any schedule", fix)
+    counts = " or ".join(map(str, SCHEDULES[schedule].stages_per_mesh))
     return PlanError(
-        f"{asked} cannot be met by schedule={schedule!r} on {where}: it puts {each}"
-        f" stage{'s' * (each != '1')} on each "
-        "mesh" + ("" if each == "1" else ", and all meshes are of one size"),
+        f"{request} cannot be met by schedule={schedule!r} on {where}: it puts {counts}"
+        f" stage{'s' * (counts != '1')} on each "
+        "mesh" + ("" if counts == "1" else ", and all meshes are of one size"),
         fix,
     )
 
@@ -333,39 +360,41 @@ def _short(numbers: list[int]) -> str:
 # --- The submeshes that a stage may have: parts of one node, or whole nodes (Alpa, section 5.2).
 
 
-FEW = 4  # nodes, or devices of a single node, of which every number is tried
+# Nodes, or devices of a single node, of which every number is tried.
+FEW = 4
 
 
 def submeshes(cluster: ClusterSpec) -> tuple[tuple[int, int], ...]:
-    """(n_nodes, n_devices) ascending: powers of two and divisors within a node, then (k, all
-    devices of a node).
+    """Return the submeshes that stages may have, (nodes, devices per node), ascending.
 
-    On one node of few devices every number is tried (1 + 3); of many nodes, powers of two and
-    divisors of theirs.
+    Within a node these are powers of two and divisors of its devices; else k full nodes. On one
+    node of few devices every number is tried (1 + 3); of many nodes, powers of two and divisors.
     """
     nodes, per_node = cluster.num_nodes, cluster.devices_per_node
-    inside = _sizes(per_node, every=nodes == 1 and per_node <= FEW)
-    across = _sizes(nodes, every=nodes <= FEW)
+    inside = _sizes(per_node, all_sizes=nodes == 1 and per_node <= FEW)
+    across = _sizes(nodes, all_sizes=nodes <= FEW)
     in_a_node = [(1, size) for size in inside]
     of_nodes = [(num_nodes, per_node) for num_nodes in across if num_nodes > 1]
     return (*in_a_node, *of_nodes)
 
 
 def stage_fits(cluster: ClusterSpec, candidates: tuple[tuple[int, int], ...]) -> np.ndarray:
-    """[devices left, submesh] whether a stage may start there when stages take devices in order.
+    """Return [devices left, submesh] whether a stage may start there if stages take devices in
+    order.
 
-    A part of a node lies in one node, whole nodes begin at a node: ranges are contiguous, and links
-    as priced.
+    A submesh within a node must not cross nodes, and full nodes start at a node. So ranges are
+    contiguous, and links are as priced.
     """
     left, (nodes, devices) = np.arange(cluster.num_devices + 1)[:, None], np.array(candidates).T
-    offset = (cluster.num_devices - left) % cluster.devices_per_node  # in the stage's first node
+    # In the stage's first node.
+    offset = (cluster.num_devices - left) % cluster.devices_per_node
     return (left > 0) & np.where(
         nodes > 1, offset == 0, offset + devices <= cluster.devices_per_node
     )
 
 
-def _sizes(limit: int, every: bool) -> list[int]:
-    if every:
+def _sizes(limit: int, all_sizes: bool) -> list[int]:
+    if all_sizes:
         return list(range(1, limit + 1))
     sizes = []
     for size in range(1, limit + 1):

@@ -1,8 +1,8 @@
-"""How long a pipeline's step takes, simulated: the actions of its schedule in order, its messages
+"""Simulates the seconds of a pipeline's step: the actions of its schedule in order, its messages
 and its runtime.
 
-The stage DP works with closed forms (`schedules.terms`); this is the prediction for the stages that
-it chose.
+The stage DP works with closed forms (`schedules.closed_form`). This module predicts the time of the
+stages that the DP chose.
 """
 
 from collections.abc import Sequence

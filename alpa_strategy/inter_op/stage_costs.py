@@ -1,22 +1,22 @@
-"""What every run of layers costs on every submesh and logical shape, by the same strategies and
-costs as an ILP.
+"""The costs of every run of layers on every submesh and logical shape, by the strategies and costs
+of the ILP.
 
-Layers that are the same by structure are solved once per mesh, from boundary layout to boundary
-layout, for several prices of memory (layer_matrix.py). All runs follow by min-plus products; what
-is kept of each are the cheapest candidates for growing numbers of micro-batches in flight.
+Layers that are equal by structure are solved once per mesh, from boundary layout to boundary
+layout, for several prices of memory (layer_matrix.py). The costs of all runs follow from that
+(layer_runs.py).
 """
 
 from collections.abc import Collection, Hashable, Sequence
 from dataclasses import dataclass, field, replace
-from fnmatch import fnmatchcase
 from functools import cached_property
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
+from alpa_strategy.cluster.logical_mesh import LogicalMesh
 from alpa_strategy.cluster.spec import ClusterSpec
 from alpa_strategy.cost.model import OpCosts
+from alpa_strategy.inter_op.equal_layers import Layers, boundary_structure, layers_of
 from alpa_strategy.inter_op.floors import Floors, floors_of, side_by_side
 from alpa_strategy.inter_op.layer_matrix import (
     LayerBoundary,
@@ -27,75 +27,113 @@ from alpa_strategy.inter_op.layer_matrix import (
     layer_matrix,
     passing_seconds,
 )
+from alpa_strategy.inter_op.layer_runs import (
+    RunCandidates,
+    cheapest_candidates,
+    compose_runs,
+    mixed_runs,
+    newly_received_shares,
+    no_candidates,
+    run_candidates,
+)
+from alpa_strategy.inter_op.mesh_options import allowed_shapes, options_of_part
 from alpa_strategy.inter_op.stage_problem import stage_build, take_apart
 from alpa_strategy.inter_op.stored_costs import job_key, runs_arguments, runs_record
-from alpa_strategy.inter_op.subgraph import crossing_values, span_name, stage_on
+from alpa_strategy.inter_op.subgraph import crossing_values, span_name
 from alpa_strategy.intra_op.build import OptionTables, boundary_layouts
 from alpa_strategy.intra_op.memory_choices import pinned_offload, with_offload
 from alpa_strategy.intra_op.restrict import restrict
 from alpa_strategy.ir.graph import StepGraph
 from alpa_strategy.ir.optimizer_info import OptimizerInfo
-from alpa_strategy.ir.placement import INVARIANT
+from alpa_strategy.ir.placement import INVARIANT, DualLayout
 from alpa_strategy.options import PROPAGATION, PlanOptions
 from alpa_strategy.partial_results import NOT_STORED, Key, PartialResults
 from alpa_strategy.units import format_bytes
 
-# Prices of memory, as multiples of (seconds / bytes) of the whole step without one, with
-# micro-batches in flight.
+# Prices of memory, as multiples of the seconds per byte of the whole step without a price, with
+# numbers of micro-batches in flight.
 PRICES = ((0.05, 1), (0.5, 1), (0.5, 16), (5.0, 1), (5.0, 16), (1e3, 4))
-BETWEEN = (0.25, 0.5, 0.75)  # shares of a stage's layers that take the next price's layouts
+
+# Shares of a stage's layers that take the layouts of the next price.
+MIXED_SHARES = (0.25, 0.5, 0.75)
+
+# (seconds per byte, micro-batches in flight) of the layouts that are the fastest.
+FREE_MEMORY = (0.0, 1)
+
+
+def _empty(num_axes: int) -> np.ndarray:
+    return np.zeros((0,) * num_axes)
 
 
 @dataclass(frozen=True)
 class LayerRangeCosts:
-    """Candidates for every run of layers on one submesh; arrays [first layer, last + 1,
-    candidate].
+    """Candidates for every run of layers on one submesh.
+
+    Arrays without another comment are [first layer, last + 1, candidate], see `RunCandidates`.
     """
 
+    # Logical shapes of the submesh.
     shapes: tuple[tuple[int, ...], ...]
-    least: (
-        np.ndarray
-    )  # [layer] seconds a step that a layer takes in the best layouts, whatever they need of memory
-    least_each: np.ndarray  # [layer] likewise, seconds a micro-batch
-    # seconds, once: per micro-batch and once per step; inf where there is no candidate
+
+    # [layer] seconds per step that a layer takes in its fastest layouts, whatever they need of
+    # memory.
+    least: np.ndarray
+
+    # [layer] likewise, seconds per micro-batch.
+    least_each: np.ndarray
+
     seconds: np.ndarray
     once: np.ndarray
-    # always, in_flight: bytes per device, whatever is in flight and per micro-batch in flight
     always: np.ndarray
     in_flight: np.ndarray
-    shape: np.ndarray  # index of the logical shape in `shapes`
-    remat: np.ndarray  # whether the stage recomputes its activations
-    # bytes per device while the optimizer updates: nothing is in flight then
+
+    # Index in `shapes`.
+    shape: np.ndarray
+
+    remat: np.ndarray
     at_update: np.ndarray
-    # Below what stages take that fit into memory (floors.py): [shape, price, field of FloorPrice]
+
+    # Lower bounds of stages that fit into memory (floors.py): [shape, price, field of FloorPrice]
     floor_prices: np.ndarray = field(default_factory=lambda: np.zeros((0, 0, 4)))
-    # [shape, price, layer] the least of a step's seconds and what its bytes cost
-    floor_seconds: np.ndarray = field(default_factory=lambda: np.zeros((0, 0, 0)))
-    # [shape, layer] the least bytes always, and the least temporary ones
-    floor_always: np.ndarray = field(default_factory=lambda: np.zeros((0, 0)))
-    floor_working: np.ndarray = field(default_factory=lambda: np.zeros((0, 0)))
+
+    # [shape, price, layer] the least of a step's seconds and the price of its bytes.
+    floor_seconds: np.ndarray = field(default_factory=lambda: _empty(3))
+
+    # [shape, layer] the fewest bytes that are always stored, and the fewest temporary ones.
+    floor_always: np.ndarray = field(default_factory=lambda: _empty(2))
+    floor_working: np.ndarray = field(default_factory=lambda: _empty(2))
 
 
 @dataclass(frozen=True)
 class StageCostTask:
-    """What the runs of a graph are priced for: a micro-batch, or (`is_whole_batch`) the step itself
+    """The step whose runs of layers are priced: a micro-batch, or (`is_whole_batch`) the full step
     on all devices.
     """
 
     graph: StepGraph
+
+    # Op indices that split the graph into layers, both ends included.
     cuts: tuple[int, ...]
+
     num_microbatches: int
     cluster: ClusterSpec
     costs: OpCosts
     options: PlanOptions
     optimizer: OptimizerInfo
+
+    # Bytes per device.
     memory_limit: float
+
+    # Whether stages recompute their activations; None: both are possible.
     remat: bool | None = None
+
     is_whole_batch: bool = False
-    # of each layer, the meshes (first place, devices) that are pinned for it (`pins.layers_of`);
-    # (): none
+
+    # Of each layer, the meshes (first device, number of devices) that are pinned for it
+    # (`pins.layers_of`); (): none.
     places: tuple[frozenset[tuple[int, int]], ...] = ()
-    # where costs and solutions are stored as they are computed
+
+    # Where costs and solutions are stored as they are computed.
     results: PartialResults = field(default=NOT_STORED, compare=False, repr=False)
 
     @cached_property
@@ -105,18 +143,20 @@ class StageCostTask:
 
     @property
     def num_layers(self) -> int:
+        """Number of layers of the graph."""
         return len(self.cuts) - 1
 
-    def layers_on(self, num_devices: int) -> "Layers":
-        """The layers as they are planned on a mesh of `num_devices`; the last ones are kept."""
-        if self._layers.get("devices") != num_devices:
-            self._layers.update(devices=num_devices, layers=_layers_on(self, num_devices))
-        layers: Layers = self._layers["layers"]
-        return layers
+    def layers_on(self, num_devices: int) -> Layers:
+        """Return the layers as they are planned on `num_devices`. The last result is cached."""
+        if self._last_layers.get("devices") != num_devices:
+            layers = layers_of(self.graph, self.cuts, self.options, num_devices)
+            self._last_layers.update(devices=num_devices, layers=layers)
+        cached: Layers = self._last_layers["layers"]
+        return cached
 
     @cached_property
-    def _layers(self) -> dict[str, Any]:
-        """What `layers_on` gave last."""
+    def _last_layers(self) -> dict[str, Any]:
+        """The last result of `layers_on`, and its number of devices."""
         return {}
 
     @cached_property
@@ -126,29 +166,26 @@ class StageCostTask:
 
     @cached_property
     def crossing_bytes(self) -> np.ndarray:
-        """[cut, 2] bytes of these values, and of their gradients."""
-        every = [[self.graph.values[v] for v in values] for values in self.crossing]
-        return np.array(
-            [
-                [sum(m.num_bytes for m in ms), sum(m.num_bytes for m in ms if m.requires_grad)]
-                for ms in every
-            ]
-        )
+        """[cut, 2] bytes of the values that cross a cut, and of their gradients."""
+        rows = []
+        for values in self.crossing:
+            metas = [self.graph.values[value] for value in values]
+            of_values = sum(meta.num_bytes for meta in metas)
+            of_gradients = sum(meta.num_bytes for meta in metas if meta.requires_grad)
+            rows.append([of_values, of_gradients])
+        return np.array(rows)
 
     @property
     def gradients_begin(self) -> bool:
-        """Whether no gradients are there when the graph's backward begins: the last are gone, if it
-        has a loss.
-        """
-        return (
-            self.graph.loss >= 0
-            and self.num_microbatches == self.options.accumulate_grad_batches == 1
-        )
+        """Whether no parameter has a gradient when the graph's backward begins."""
+        is_one_step = self.num_microbatches == self.options.accumulate_grad_batches == 1
+        return self.graph.loss >= 0 and is_one_step
 
     @property
     def keeps_by_tensor(self) -> bool:
-        """Whether it is solved for each activation if it is saved or recomputed: compiled programs
-        decide by themselves.
+        """Whether each activation is saved or recomputed by the ILP's choice.
+
+        Compiled programs decide that themselves.
         """
         return self.is_whole_batch and self.options.remat is None and not self.options.compile
 
@@ -159,30 +196,31 @@ def stage_costs(
     known: dict[Hashable, LayerRangeCosts] | None = None,
     unlikely: Collection[tuple[int, int]] = (),
 ) -> list[LayerRangeCosts]:
-    """`LayerRangeCosts` per submesh of `candidates`; of `unlikely` ones those of their fastest
-    layouts: enough for a bound.
+    """Return the costs of all runs of layers, per submesh of `candidates`.
 
     Args:
-        known: is filled with what is worked out, for later calls; the jobs differ in the number of
-            micro-batches alone.
+        candidates: (nodes, devices per node) of each submesh.
+        known: gets the results, for later calls with jobs that differ only in their number of
+            micro-batches.
+        unlikely: submeshes for which only the fastest layouts are priced: enough for a bound.
     """
     known = {} if known is None else known
-    found = []
+    costs = []
     for submesh in candidates:
-        # Layouts that are propagated are not chosen for the memory that they spare.
+        # Layouts that are propagated are not chosen for the memory that they save.
         has_no_prices = submesh in unlikely or job.options.solver == PROPAGATION
         prices = () if has_no_prices else PRICES
         key = job.num_microbatches, submesh, prices
         if key not in known:
             known[key] = _stored_run_costs(job, submesh, prices)
-        found.append(known[key])
-    return found
+        costs.append(known[key])
+    return costs
 
 
 def _stored_run_costs(
     job: StageCostTask, submesh: tuple[int, int], prices: Sequence[tuple[float, int]]
 ) -> LayerRangeCosts:
-    """As `run_costs`, or what an interrupted planning has stored of them."""
+    """Return `run_costs`, or the result that an interrupted planning has stored."""
     shapes = allowed_shapes(job.cluster, job.options, submesh)
     return job.results.get(
         "runs",
@@ -196,36 +234,42 @@ def _stored_run_costs(
 def run_costs(
     job: StageCostTask, submesh: tuple[int, int], prices: Sequence[tuple[float, int]] = PRICES
 ) -> LayerRangeCosts:
-    """Candidates of all runs on one submesh, over all logical shapes that the options allow.
+    """Price all runs on one submesh, over all logical shapes that the options allow.
 
-    prices: of memory, under which layouts are found beside those that are the fastest without one.
+    Args:
+        prices: of memory. Layouts are chosen under each, in addition to the fastest ones.
     """
     shapes = allowed_shapes(job.cluster, job.options, submesh)
-    columns: list[tuple[np.ndarray, ...]] = []
+    num_layers = job.num_layers
+    layers = np.arange(num_layers)
+    candidates: list[RunCandidates] = []
     floors: list[Floors] = []
-    L = job.num_layers
-    least = np.full(L, np.inf)
-    each = np.full(L, np.inf)
-    layers = np.arange(L)
+    least = np.full(num_layers, np.inf)
+    least_each = np.full(num_layers, np.inf)
     for index, shape in enumerate(shapes):
         priced = _priced_layers(job, submesh, shape, prices)
-        parts = priced.runs()
-        between = [_mixed(parts[:-1], parts[1:], share) for share in BETWEEN]
-        columns += _candidates(np.concatenate([parts, *between]), index, job.remat)
-        alone = parts[0, layers, layers + 1]  # [layer, part]: memory has no price
-        seconds = alone[:, Part.FORWARD] + alone[:, Part.BACKWARD]
-        least = np.minimum(least, job.num_microbatches * seconds + alone[:, Part.ONCE])
-        each = np.minimum(each, seconds)
-        floors.append(floors_of(job, priced, is_needed=not _always_fits(job, parts[0, 0, L])))
-    if not columns:  # no shape is allowed: one candidate that is forbidden
-        zero = np.zeros((L, L + 1, 1))
-        nowhere = (zero + np.inf, zero, zero, zero, zero.astype(int), zero.astype(bool), zero)
-        columns.append(nowhere)
-    stacked = [np.concatenate(arrays, axis=2) for arrays in zip(*columns, strict=True)]
-    runs = LayerRangeCosts(shapes, least, each, *_prune(stacked, job))
-    floor_prices, floor_seconds, floor_always, floor_working = side_by_side(floors, L)
+        runs = priced.runs()
+        mixed = [mixed_runs(runs[:-1], runs[1:], share) for share in MIXED_SHARES]
+        candidates += run_candidates(np.concatenate([runs, *mixed]), index, job.remat)
+
+        # [layer, part] of single layers; memory has no price.
+        single = runs[0, layers, layers + 1]
+        seconds = single[:, Part.FORWARD] + single[:, Part.BACKWARD]
+        least = np.minimum(least, job.num_microbatches * seconds + single[:, Part.ONCE])
+        least_each = np.minimum(least_each, seconds)
+
+        always_fits = _always_fits(job, runs[0, 0, num_layers])
+        floors.append(floors_of(job, priced, is_needed=not always_fits))
+
+    if not candidates:
+        candidates.append(no_candidates(num_layers))
+    joined = RunCandidates(*[np.concatenate(x, axis=2) for x in zip(*candidates, strict=True)])
+    cheapest = cheapest_candidates(joined, job.num_microbatches, job.memory_limit)
+    costs = LayerRangeCosts(shapes, least, least_each, *cheapest)
+
+    floor_prices, floor_seconds, floor_always, floor_working = side_by_side(floors, num_layers)
     return replace(
-        runs,
+        costs,
         floor_prices=floor_prices,
         floor_seconds=floor_seconds,
         floor_always=floor_always,
@@ -233,76 +277,68 @@ def run_costs(
     )
 
 
-def _always_fits(job: StageCostTask, whole: np.ndarray) -> bool:
-    """Whether all layers together, [part], fit on one mesh with all micro-batches in flight."""
-    in_flight = job.num_microbatches * (whole[Part.SAVED] + whole[Part.LEAVING])
-    need = whole[Part.ALWAYS] + max(in_flight + whole[Part.WORKING], whole[Part.UPDATE])
-    return bool(need <= job.memory_limit)
+def _always_fits(job: StageCostTask, parts: np.ndarray) -> bool:
+    """Whether all layers together fit on one mesh with all micro-batches in flight.
 
-
-def _mixed(cheap: np.ndarray, small: np.ndarray, share: float) -> np.ndarray:
-    """[price, first, last + 1, part] of runs whose layers choose at one price of memory or the
-    next.
-
-    Sums are divided between the two by `share`, of layers that take the layouts of `small`. What
-    is the largest of all layers is the larger of the two, whatever the share.
+    Args:
+        parts: [part] of the run of all layers.
     """
-    mixed = (1 - share) * cheap + share * small
-    for largest in (Part.WORKING, Part.AGAIN):
-        mixed[..., largest] = np.maximum(cheap[..., largest], small[..., largest])
-    return mixed
+    in_flight = job.num_microbatches * (parts[Part.SAVED] + parts[Part.LEAVING])
+    temporary = max(in_flight + parts[Part.WORKING], parts[Part.UPDATE])
+    return bool(parts[Part.ALWAYS] + temporary <= job.memory_limit)
 
 
 def free_runs(job: StageCostTask, submesh: tuple[int, int]) -> LayerRangeCosts:
-    """All runs that the options allow on a submesh, as if they took no time and no memory."""
+    """Return all runs that the options allow on a submesh, with no time and no memory."""
     shapes = allowed_shapes(job.cluster, job.options, submesh)
     zero = np.zeros((job.num_layers, job.num_layers + 1, 1))
-    seconds = np.where(np.triu(zero[..., 0] == 0, 1)[..., None] & bool(shapes), 0.0, np.inf)
-    nothing = zero[:, 0, 0]
+    is_run = np.triu(zero[..., 0] == 0, 1)[..., None]
+    seconds = np.where(is_run & bool(shapes), 0.0, np.inf)
+    per_layer = zero[:, 0, 0]
     return LayerRangeCosts(
-        shapes, nothing, nothing, seconds, zero, zero, zero, zero.astype(int), zero > 0, zero
+        shapes=shapes,
+        least=per_layer,
+        least_each=per_layer,
+        seconds=seconds,
+        once=zero,
+        always=zero,
+        in_flight=zero,
+        shape=zero.astype(int),
+        remat=zero > 0,
+        at_update=zero,
     )
-
-
-def allowed_shapes(
-    cluster: ClusterSpec, options: PlanOptions, submesh: tuple[int, int] | None = None
-) -> tuple[tuple[int, ...], ...]:
-    """Logical shapes of a submesh (None: of all devices) that pins allow, by what they are and by
-    how many axes.
-    """
-    counts = axis_counts(options)
-    pinned = options.logical_mesh
-    shapes = []
-    for shape in cluster.logical_shapes(submesh):
-        is_pinned_shape = pinned is None or shape == tuple(pinned)
-        has_pinned_axes = not counts or counts == {len(shape)}
-        if is_pinned_shape and has_pinned_axes:
-            shapes.append(shape)
-    return tuple(shapes)
 
 
 @dataclass(frozen=True)
 class PricedLayers:
-    """The layers of a job on one logical mesh, those that are the same by structure priced once.
-
-    Attributes:
-        layers: graphs. kinds: of each layer, its index in what follows.
-        problems, passing: what was priced, and `passing_seconds` of it.
-        matrices: per price of `prices` (seconds per byte, micro-batches alive), the first without.
-        scale: seconds / bytes of a step in the layouts that are the fastest.
+    """The layers of a job on one logical mesh. Layers that are equal by structure are priced once,
+    as one kind.
     """
 
+    # The graph of each layer.
     layers: list[StepGraph]
+
+    # Of each layer, the index of its kind in `problems`, `passing` and `matrices`.
     kinds: list[int]
+
     problems: list[LayerProblem]
+
+    # `passing_seconds` of each kind.
     passing: list[tuple[np.ndarray, np.ndarray]]
+
+    # (seconds per byte, micro-batches in flight); the first is `FREE_MEMORY`.
     prices: list[tuple[float, int]]
+
+    # Of each kind, at all prices.
     matrices: list[LayerMatrix]
+
+    # Seconds per byte of a step in the fastest layouts.
     scale: float
 
     def runs(self) -> np.ndarray:
-        """[price, first, last + 1, part] of every run; forward is inf where there is no way."""
-        return _compose([self.matrices[kind] for kind in self.kinds], _new_shares(self.layers))
+        """Return [price, first, last + 1, part] of all runs; forward is inf if impossible."""
+        matrices = [self.matrices[kind] for kind in self.kinds]
+        return compose_runs(matrices, newly_received_shares(self.layers))
 
 
 def run_parts(
@@ -311,8 +347,8 @@ def run_parts(
     shape: tuple[int, ...],
     prices: Sequence[tuple[float, int]] = PRICES,
 ) -> np.ndarray:
-    """[price, first, last + 1, part] of every run on one logical mesh; forward is inf where there
-    is no way.
+    """Return [price, first, last + 1, part] of all runs on one logical mesh; forward is inf if
+    impossible.
     """
     return _priced_layers(job, submesh, shape, prices).runs()
 
@@ -323,203 +359,127 @@ def _priced_layers(
     shape: tuple[int, ...],
     prices: Sequence[tuple[float, int]],
 ) -> PricedLayers:
-    """Every kind of layer on one logical mesh, without a price of memory and at each of `prices`,
-    which are multiples of the seconds per byte of the step.
+    """Price every kind of layer on one logical mesh, without a price of memory and at `prices`.
+
+    Args:
+        prices: multiples of the step's seconds per byte, with micro-batches in flight.
     """
     mesh = job.cluster.logical_mesh(shape, submesh)
     tables = OptionTables(mesh, job.costs, job.optimizer, job.options.accumulate_grad_batches)
-    given = job.layers_on(mesh.num_devices)
-    layers = given.graphs
-    ends = [_ends(job, layer, shape) for layer in range(job.num_layers)]
-    number: dict[tuple, int] = {}
-    kinds = []
-    for layer, end in enumerate(ends):
-        at_ends = _structure_at(layers[layer], given.numbers[layer], end)
-        kinds.append(number.setdefault((given.kinds[layer], at_ends), len(number)))
+    ends = [_boundary(job, layer, shape) for layer in range(job.num_layers)]
+    kinds = _kinds(job, mesh, ends)
+    layers = job.layers_on(mesh.num_devices).graphs
+
     problems = []
     passing = []
     on_host = pinned_offload(job.graph, job.options, job.cluster.host)
-    for first in map(kinds.index, range(len(number))):
-        intra = restrict(
-            stage_build(layers[first], tables), own_pins(job.options, layers[first]), job.optimizer
-        )
-        intra = with_offload(intra, on_host) if on_host else intra
+    for kind in range(max(kinds) + 1):
+        first = kinds.index(kind)
+        options = options_of_part(job.options, layers[first])
+        intra = restrict(stage_build(layers[first], tables), options, job.optimizer)
+        if on_host:
+            intra = with_offload(intra, on_host)
         problems.append(follow_leaders(take_apart(intra), ends[first]))
         passing.append(passing_seconds(job.graph, ends[first], tables))
 
-    def solve(prices: Sequence[tuple[float, int]]) -> list[LayerMatrix]:
-        pairs, given = zip(problems, passing, strict=True), (prices, job.num_microbatches)
-        return [layer_matrix(problem, *given, own, job.gradients_begin) for problem, own in pairs]
+    def solve(at: Sequence[tuple[float, int]]) -> list[LayerMatrix]:
+        matrices = []
+        for problem, seconds in zip(problems, passing, strict=True):
+            matrix = layer_matrix(problem, at, job.num_microbatches, seconds, job.gradients_begin)
+            matrices.append(matrix)
+        return matrices
 
-    free = solve([(0.0, 1)])
-    seconds = sum(float(free[kind].objective[0].min()) for kind in kinds)
-    num_bytes = sum(
-        float(free[kind].parts[0, ..., Part.ALWAYS : Part.SAVED + 1].sum(axis=-1).min())
-        for kind in kinds
-    )
-    scale = seconds / max(num_bytes, 1.0) if np.isfinite(seconds) else 1.0
-    every, absolute = free, [(scale * factor, alive) for factor, alive in prices]
+    matrices = solve([FREE_MEMORY])
+    scale = _seconds_per_byte([matrices[kind] for kind in kinds])
+    absolute = [(scale * factor, in_flight) for factor, in_flight in prices]
     if prices:
-        priced = solve(absolute)
-        every = [
-            LayerMatrix(
-                np.concatenate([a.objective, b.objective]), np.concatenate([a.parts, b.parts])
-            )
-            for a, b in zip(free, priced, strict=True)
-        ]
-    return PricedLayers(layers, kinds, problems, passing, [(0.0, 1), *absolute], every, scale)
+        pairs = zip(matrices, solve(absolute), strict=True)
+        matrices = [_at_all_prices(free, priced) for free, priced in pairs]
+    all_prices = [FREE_MEMORY, *absolute]
+    return PricedLayers(layers, kinds, problems, passing, all_prices, matrices, scale)
 
 
-def _new_shares(layers: Sequence[StepGraph]) -> list[np.ndarray]:
-    """[layer][first]: which share of the bytes that a layer receives no earlier layer from `first`
-    on receives too.
+def _kinds(job: StageCostTask, mesh: LogicalMesh, ends: Sequence[LayerBoundary]) -> list[int]:
+    """Return, per layer, the number of its kind: equal for equal layers with equal boundaries."""
+    layers = job.layers_on(mesh.num_devices)
+    kind_of: dict[tuple, int] = {}
+    kinds = []
+    for layer, end in enumerate(ends):
+        boundary = boundary_structure(layers.graphs[layer], layers.positions[layer], end)
+        kinds.append(kind_of.setdefault((layers.kinds[layer], boundary), len(kind_of)))
+    return kinds
+
+
+def _seconds_per_byte(layers: Sequence[LayerMatrix]) -> float:
+    """Return the step's seconds per byte in the fastest layouts; 1.0 if a layer is impossible.
+
+    Args:
+        layers: the matrix of every layer, without a price of memory.
     """
-    reader: dict[int, int] = {}  # value -> the last layer that received it
-    found = []
-    for number, layer in enumerate(layers):
-        sizes = {v: layer.values[v].num_bytes for v in layer.received}
-        known = np.zeros(number)
-        for value, size in sizes.items():
-            known[: reader.get(value, -1) + 1] += size
-            reader[value] = number
-        found.append(1 - known / max(sum(sizes.values()), 1))
-    return found
+    seconds = 0.0
+    num_bytes = 0.0
+    for layer in layers:
+        seconds += float(layer.objective[0].min())
+        stored = layer.parts[0, ..., Part.ALWAYS : Part.SAVED + 1].sum(axis=-1)
+        num_bytes += float(stored.min())
+    return seconds / max(num_bytes, 1.0) if np.isfinite(seconds) else 1.0
 
 
-def _compose(layers: Sequence[LayerMatrix], new_shares: Sequence[np.ndarray]) -> np.ndarray:
-    """All runs by min-plus products along the chain, with the parts of what was chosen."""
-    L, K = len(layers), layers[0].objective.shape[0]
-    result = np.zeros((K, L, L + 1, len(Part)))
-    result[..., Part.FORWARD] = np.inf
-    for k in range(K):
-        objective = np.zeros((0, layers[0].objective.shape[1]))  # [first layer, layout at the end]
-        parts = np.zeros((0, objective.shape[1], len(Part)))  # of the runs behind `objective`
-        for last, layer in enumerate(layers):
-            cost, own = layer.objective[k], layer.parts[k]  # [p, q], [p, q, part]
-            start = cost.argmin(axis=0)  # a run that begins here may enter in any layout
-            columns = np.arange(cost.shape[1])
-            joined = objective[:, :, None] + cost[None]  # [first, p, q]
-            best = joined.argmin(axis=1)  # [first, q]
-            before, after = parts[np.arange(last)[:, None], best], own[best, columns[None, :]]
-            objective = np.take_along_axis(joined, best[:, None, :], axis=1)[:, 0]
-            total = before + after
-            total[..., Part.ENTERING], total[..., Part.LEAVING] = (
-                before[..., Part.ENTERING],
-                after[..., Part.LEAVING],
-            )
-            after[..., Part.WORKING] -= before[..., Part.MADE]
-            for largest in (Part.WORKING, Part.AGAIN):  # one layer at a time: these do not add up
-                total[..., largest] = np.maximum(before[..., largest], after[..., largest])
-            total[..., Part.PASSING] = (
-                before[..., Part.PASSING] + new_shares[last][:, None] * after[..., Part.ENTERING]
-            )
-            objective = np.concatenate([objective, cost[start, columns][None]])
-            parts = np.concatenate([total, own[start, columns][None]])
-            end = objective.argmin(axis=1)
-            firsts = np.arange(last + 1)
-            result[k, : last + 1, last + 1] = parts[firsts, end]
-            impossible = ~np.isfinite(objective[firsts, end])
-            result[k, : last + 1, last + 1, Part.FORWARD][impossible] = np.inf
-    return result
+def _at_all_prices(one: LayerMatrix, other: LayerMatrix) -> LayerMatrix:
+    """Return the matrix of a layer at the prices of both."""
+    return LayerMatrix(
+        np.concatenate([one.objective, other.objective]), np.concatenate([one.parts, other.parts])
+    )
 
 
-def _candidates(parts: np.ndarray, shape: int, remat: bool | None) -> list[tuple[np.ndarray, ...]]:
-    """(seconds, once, always, in flight, shape, remat, at update), each [first, last + 1, price].
+def _boundary(job: StageCostTask, layer: int, shape: tuple[int, ...]) -> LayerBoundary:
+    """Return the values at a layer's ends, and the layouts of the one that leads at each end."""
+    before = job.crossing[layer]
+    after = job.crossing[layer + 1]
+    entering, entering_layouts = _leader(job, before, shape)
+    leaving, leaving_layouts = _leader(job, after, shape)
+    passing = tuple(value for value in before if value in after)
+    return LayerBoundary(entering, leaving, entering_layouts, leaving_layouts, passing)
 
-    Without recomputation, with a stage recomputed as a whole, layer by layer, and so together with
-    what is made of parameters alone.
+
+def _leader(
+    job: StageCostTask, crossing: Sequence[int], shape: tuple[int, ...]
+) -> tuple[int | None, tuple[DualLayout, ...]]:
+    """Return the value whose layout the others that cross a cut follow, and its layouts.
+
+    It is the largest of those that require a gradient, or of all; None if nothing crosses.
     """
-    # Each [first, last + 1, price].
-    parts = np.moveaxis(parts[..., : Part.MADE], (0, -1), (-1, 0))
-    (
-        forward,
-        backward,
-        once,
-        always,
-        saved,
-        entering,
-        leaving,
-        working,
-        again,
-        passing,
-        deriving,
-        derived,
-        update,
-    ) = parts
-    recomputed = always + working + leaving
-    num_layers = np.maximum(1, np.arange(once.shape[1]) - np.arange(once.shape[0])[:, None])[
-        ..., None
-    ]
-    # (recomputes, seconds per micro-batch to derive again, bytes always, bytes per micro-batch in
-    # flight)
-    ways = [
-        (False, 0.0, always + working, saved + leaving),
-        (True, 0.0, recomputed + saved, entering),
-        (True, 0.0, recomputed + again, entering + passing),
-        (True, deriving, recomputed - derived * (1 - 1 / num_layers) + again, entering + passing),
-    ]
-    index = np.full(once.shape, shape)
-    return [
-        (
-            (1 + twice) * (forward + derives) + backward,
-            once - derives,
-            base,
-            each,
-            index,
-            np.full(once.shape, twice),
-            always + update,
-        )
-        for twice, derives, base, each in ways
-        if remat in (None, twice)
-    ]
+    values = job.graph.values
 
+    def rank(value: int) -> tuple[bool, int, int]:
+        return values[value].requires_grad, values[value].num_bytes, -value
 
-def _prune(columns: list[np.ndarray], job: StageCostTask) -> list[np.ndarray]:
-    """`columns` (see `_candidates`) of each run's cheapest that fits, for growing numbers of
-    micro-batches alive.
-    """
-    # Each [first, last + 1, candidate].
-    seconds, once, always, each, _, _, at_update = columns
-    B = job.num_microbatches
-    alive = sorted({min(B, n) for n in (1, 2, 4, 8, 16, 32, 64, 128)} | {B})
-    total = B * seconds + once  # [first, last + 1, candidate] seconds per step
-    picks, fits = [], []
-    for count in alive:
-        need = always + count * each
-        is_fitting = (need <= job.memory_limit) & (at_update <= job.memory_limit)
-        fitting = np.where(is_fitting, total, np.inf)
-        lowest = fitting.min(axis=2, keepdims=True)
-        picks.append(
-            np.where(fitting <= lowest * (1 + 1e-9), need, np.inf).argmin(axis=2)
-        )  # of equals the smallest
-        fits.append(lowest[..., 0] < np.inf)
-    index = np.stack(picks, axis=2)  # [first, last + 1, alive]
-    chosen = [np.take_along_axis(array, index, axis=2) for array in columns]
-    keep: Any = np.stack(fits, axis=2)
-    keep[..., 1:] &= index[..., 1:] != index[..., :-1]  # not twice
-    chosen[0] = np.where(keep, chosen[0], np.inf)
-    used = keep.any(axis=(0, 1))  # candidates that some run keeps; one stays where none does
-    used[0] |= not used.any()
-    return [array[..., used] for array in chosen]
+    leader = max(crossing, key=rank, default=None)
+    if leader is None:
+        return None, ((INVARIANT,) * len(shape),)
+    return leader, boundary_layouts(values[leader], shape)
 
 
 def out_of_memory(job: StageCostTask, meshes: Sequence[tuple[int, int]]) -> str | None:
-    """A sentence that names the layer which needs the most bytes a device as a stage of its own, on
-    its best submesh.
+    """Return a sentence that names the layer which needs the most bytes per device as a stage of
+    its own, on its best submesh.
 
-    With one micro-batch in flight: every plan needs at least that. None where layouts of the user's
-    stand in the way.
+    With one micro-batch in flight: every plan needs at least that. None if pinned layouts make a
+    layer impossible.
     """
-    layers, least = np.arange(job.num_layers), np.full(job.num_layers, np.inf)
+    layers = np.arange(job.num_layers)
+    least = np.full(job.num_layers, np.inf)
     for submesh in meshes:
         for shape in allowed_shapes(job.cluster, job.options, submesh):
-            alone = run_parts(job, submesh, shape)[:, layers, layers + 1]  # [price, layer, part]
-            need = alone[..., [Part.ALWAYS, Part.SAVED, Part.LEAVING, Part.WORKING]].sum(axis=2)
-            least = np.minimum(
-                least, np.where(np.isfinite(alone[..., Part.FORWARD]), need, np.inf).min(axis=0)
-            )
+            # [price, layer, part]
+            single = run_parts(job, submesh, shape)[:, layers, layers + 1]
+            stored = [Part.ALWAYS, Part.SAVED, Part.LEAVING, Part.WORKING]
+            need = single[..., stored].sum(axis=2)
+            is_possible = np.isfinite(single[..., Part.FORWARD])
+            least = np.minimum(least, np.where(is_possible, need, np.inf).min(axis=0))
     if not np.isfinite(least).all():
         return None
+
     worst = int(least.argmax())
     name = span_name(job.graph, *job.cuts[worst : worst + 2])
     text = (
@@ -532,110 +492,3 @@ def out_of_memory(job: StageCostTask, meshes: Sequence[tuple[int, int]]) -> str 
             " layers, it does not"
         )
     return text
-
-
-def _ends(job: StageCostTask, layer: int, shape: tuple[int, ...]) -> LayerBoundary:
-    """The values at a layer's ends. Of those that cross a cut one leads: differentiable first, then
-    the largest.
-    """
-    values, found = job.graph.values, []
-    before, after = job.crossing[layer : layer + 2]
-    for crossing in (before, after):
-        leader = max(
-            crossing, key=lambda v: (values[v].requires_grad, values[v].num_bytes, -v), default=None
-        )
-        whole = ((INVARIANT,) * len(shape),)
-        found.append((leader, whole if leader is None else boundary_layouts(values[leader], shape)))
-    passing = tuple(v for v in before if v in after)
-    return LayerBoundary(found[0][0], found[1][0], found[0][1], found[1][1], passing)
-
-
-@dataclass(frozen=True)
-class Layers:
-    """The layers of a job on meshes of one size.
-
-    Attributes:
-        graphs: each as a graph of its own.
-        kinds: equal for layers that are the same up to the numbers of their values.
-        numbers: of each, the places of its values by their numbers.
-    """
-
-    graphs: list[StepGraph]
-    kinds: list[int]
-    numbers: list[dict[int, int]]
-
-
-def _layers_on(job: StageCostTask, num_devices: int) -> Layers:
-    """See `StageCostTask.layers_on`."""
-    found = Layers([], [], [])
-    kind_of: dict[tuple, int] = {}
-    for first, last in pairwise(job.cuts):
-        layer = stage_on(job.graph, first, last, num_devices)
-        content, numbers = _numbered(layer, job.options)
-        found.graphs.append(layer)
-        found.kinds.append(kind_of.setdefault(content, len(kind_of)))
-        found.numbers.append(numbers)
-    return found
-
-
-def structure(layer: StepGraph, options: PlanOptions) -> tuple:
-    """Equal for layers (or stages) that are the same up to the numbers of their values."""
-    return _numbered(layer, options)[0]
-
-
-def _structure_at(layer: StepGraph, numbers: dict[int, int], ends: LayerBoundary) -> tuple:
-    """Equal for equal layers whose boundary values are the same, too."""
-    metas = layer.values
-    leaders: list[Any] = []
-    for v in (ends.entering, ends.leaving):
-        leaders.append(None if v is None else (numbers.get(v), metas[v]))
-    leading = tuple(leaders)
-    # Which of the passing values leads where, and what the others are like.
-    passing = tuple((v == ends.entering, v == ends.leaving, metas[v]) for v in ends.passing)
-    return leading, ends.entering_layouts, ends.leaving_layouts, passing
-
-
-def _numbered(layer: StepGraph, options: PlanOptions) -> tuple[tuple, dict[int, int]]:
-    """The structure of a layer, its values numbered as they occur, and these numbers."""
-    number: dict[int, int] = {}
-
-    def of(value: int) -> int:
-        return number.setdefault(value, len(number))
-
-    ops = tuple(
-        (op.call, tuple(map(of, op.operands)), tuple(map(of, op.results))) for op in layer.ops
-    )
-    names = options.placements or not isinstance(options.parallel, str)
-    metas = layer.values
-    content = (
-        ops,
-        tuple(
-            (of(p.value), p.meta, p.module_shape, p.names if names else None)
-            for p in layer.parameters
-        ),
-        tuple((of(b.value), b.meta, b.update is not None) for b in layer.buffers),
-        tuple((of(b.value), b.meta, b.batch_dim) for b in layer.batch),
-        tuple((of(c.value), c.meta) for c in layer.constants),
-        tuple((of(v), metas[v]) for v in layer.received),
-        tuple((of(v), metas[v]) for v in layer.sent),
-        tuple(of(v) for v in layer.escaping),
-        layer.batch_scope,
-    )
-    return content, number
-
-
-def own_pins(options: PlanOptions, layer: StepGraph) -> PlanOptions:
-    """The options with those pins only that name a parameter of this part of the step."""
-    names = [name for p in layer.parameters for name in p.names]
-    own = tuple(
-        (pattern, text)
-        for pattern, text in options.placements
-        if any(fnmatchcase(n, pattern) for n in names)
-    )
-    return replace(options, placements=own)
-
-
-def axis_counts(options: PlanOptions) -> set[int]:
-    """The numbers of mesh axes that pins speak of."""
-    counts = {len(text.split()) for _, text in options.placements}
-    return counts if isinstance(options.parallel, str) else counts | {len(options.parallel)}

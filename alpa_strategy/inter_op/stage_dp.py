@@ -3,9 +3,9 @@
 
     minimise  warmup * sum_i t_i + max_i (steady * t_i + steps * g_i)
 
-In whose terms, and how messages count that run beside their sender's work (`sender_share`):
-docs/formulas.md#inter-op. Alpa enumerates t_max; here the bound is on the whole second term, and
-only thresholds that can still win are tried.
+docs/formulas.md#inter-op explains the terms, and how messages count that overlap with their
+sender's work (`sender_share`). Alpa enumerates t_max; here the bound is on the full second term,
+and only thresholds that can still win are tried.
 """
 
 from collections.abc import Iterator, Sequence
@@ -16,20 +16,24 @@ import numpy as np
 
 from alpa_strategy.schedules import PipelineLatency
 
-GRID = 1e-3  # relative distance of the round trips' seconds that are tried
+# Relative distance of the round trips' seconds that are tried.
+GRID = 1e-3
 
 
 @dataclass(frozen=True)
 class StageTables:
-    """What every stage would cost. L layers, m submeshes, c candidates (logical shapes, remat,
-    prices of memory, ...).
+    """The costs of all possible stages: L layers, m submeshes, c candidates (logical shapes,
+    recomputation, prices of memory, ...).
     """
 
-    num_devices: np.ndarray  # [m] devices of a submesh
+    # [m] devices of a submesh
+    num_devices: np.ndarray
     # [L, L + 1, m, c] seconds of one micro-batch of layers [first, last); inf where there is no
     # such stage
     seconds: np.ndarray
-    once_seconds: np.ndarray  # same shape, seconds once per step
+
+    # Same shape, seconds once per step.
+    once_seconds: np.ndarray
     # bytes_always, bytes_in_flight: same shape; a stage needs always + in_flight * (micro-batches
     # alive)
     bytes_always: np.ndarray
@@ -65,15 +69,17 @@ class StageTables:
         return (pinned >= 0) & (pinned != self.starts[1][left])
 
     def wire(self, cut: int, source: int, target: int, left: int) -> float:
-        """Seconds of the transfer at a cut between stages on two submeshes, the second with `left`
-        devices left.
+        """Return the seconds of the transfer at a cut between stages on two submeshes.
+
+        Args:
+            left: devices from the second stage on.
         """
         return float(self.boundary[self.link_at[left], cut, source, target])
 
 
 @dataclass(frozen=True)
 class StageRange:
-    """One chosen stage: layers [first, last) on submesh `submesh` by candidate `candidate` of the
+    """A chosen stage: layers [first, last) on submesh `submesh`, by candidate `candidate` of the
     tables.
     """
 
@@ -97,7 +103,7 @@ class StageChoice:
 def solve_stages(
     tables: StageTables,
     num_devices: int,
-    terms: PipelineLatency,
+    latency: PipelineLatency,
     in_flight: Sequence[int],
     memory_limit: float = float("inf"),
     num_stages: Sequence[int] | None = None,
@@ -106,35 +112,38 @@ def solve_stages(
     known: float = float("inf"),
     sender_share: float = 1.0,
 ) -> StageChoice | None:
-    """The best stages that use exactly `num_devices`, or None where none is below `known` seconds.
+    """Return the best stages that use exactly `num_devices`; None if none is below `known` seconds.
 
     Args:
-        in_flight: at index s - 1: micro-batches alive in a stage with s stages from it to the end;
-            s up to the most.
-        num_stages: allowed numbers of stages (default: any up to that bound).
+        latency: of the schedule.
+        in_flight: at index s - 1: micro-batches in flight in a stage with s stages from it to the
+            end. Its length is the most stages.
+        memory_limit: bytes per device.
+        num_stages: allowed numbers of stages; None: all.
         steps: weight of `once_seconds` (stages per mesh).
-        tolerance: relative distance from the optimum at which searching on is not worth the time.
-        sender_share: see there; below 1 the optimum is found up to `GRID` more.
+        tolerance: relative distance from the optimum at which the search ends.
+        sender_share: see the module's docstring; below 1 the result is within `GRID` of the
+            optimum.
     """
     search = _Search(
-        tables, num_devices, terms, in_flight, memory_limit, num_stages, steps, sender_share
+        tables, num_devices, latency, in_flight, memory_limit, num_stages, steps, sender_share
     )
     best: StageChoice | None = None
     limit = known
-    intervals = [
-        (0, len(search.levels) - 1, 0.0)
-    ]  # of levels of the bottleneck, and a bound of the first term there
+    # Of levels of the bottleneck, and a bound of the first term there.
+    intervals = [(0, len(search.levels) - 1, 0.0)]
     while intervals:
         low, high, least = intervals.pop()
         if low > high or search.levels[low] + least >= limit * (1 - tolerance):
             continue
-        found = search.solve(search.levels[high])
-        if found is None:  # not even with the largest bottleneck of the interval
+        choice = search.solve(search.levels[high])
+        # Not even with the largest bottleneck of the interval.
+        if choice is None:
             continue
-        if found.seconds < limit:
-            best, limit = found, found.seconds
-        below = int(np.searchsorted(search.levels, found.bottleneck * (1 - 1e-12))) - 1
-        high, least = min(high - 1, below), max(least, found.seconds - found.bottleneck)
+        if choice.seconds < limit:
+            best, limit = choice, choice.seconds
+        below = int(np.searchsorted(search.levels, choice.bottleneck * (1 - 1e-12))) - 1
+        high, least = min(high - 1, below), max(least, choice.seconds - choice.bottleneck)
         middle = (low + high) // 2
         intervals += [(middle + 1, high, least), (low, middle, least)]
     return best
@@ -142,28 +151,35 @@ def solve_stages(
 
 @dataclass(frozen=True)
 class StageOption:
-    """Stages on one submesh that some next submeshes may follow, or none; candidates come first:
-    [c, first, last].
+    """The stages on one submesh that some next submeshes may follow, or none; arrays [c, first,
+    last].
     """
 
-    column: (
-        np.ndarray
-    )  # [last] seconds of the messages to the next stage, both ways; 0 after the last stage
-    following: np.ndarray  # submeshes of the next stage
-    left: np.ndarray  # [devices left] whether the next stage may start there
-    first_term: np.ndarray  # of the objective, inf where there is no such stage
-    second_term: np.ndarray  # of each stage
+    # [last] seconds of the messages to the next stage, both ways; 0 after the last stage
+    column: np.ndarray
+
+    # Submeshes of the next stage.
+    following: np.ndarray
+
+    # [devices left] whether the next stage may start there
+    left: np.ndarray
+
+    # Of the objective, inf where there is no such stage.
+    first_term: np.ndarray
+
+    # Of each stage
+    second_term: np.ndarray
 
 
 @dataclass(eq=False)
 class _Search:
-    """The tables brought into the DP's order, and the DP for one threshold; arguments as of
-    `solve_stages`.
+    """The tables in the DP's order of axes, and the DP for one threshold. Attributes: as the
+    arguments of `solve_stages`.
     """
 
     tables: StageTables
     num_devices: int
-    terms: PipelineLatency
+    latency: PipelineLatency
     in_flight: Sequence[int]
     memory_limit: float
     num_stages: Sequence[int] | None
@@ -171,7 +187,7 @@ class _Search:
     sender_share: float
 
     def __post_init__(self) -> None:
-        tables, terms = self.tables, self.terms
+        tables = self.tables
         self.num_layers, _, self.num_submeshes, _ = tables.seconds.shape
         most = min(len(self.in_flight), self.num_layers)
         allowed = range(1, most + 1) if self.num_stages is None else self.num_stages
@@ -187,20 +203,25 @@ class _Search:
             for a in range(self.num_submeshes)
         ]
         self.ways = [list(self._ways(a)) for a in range(self.num_submeshes)]
-        every = [way for a, ways in enumerate(self.ways) for way in (self.last[a], *ways)]
-        values = [way.second_term[np.isfinite(way.first_term)] for way in every]
+        options = [
+            option
+            for a, before_another in enumerate(self.ways)
+            for option in (self.last[a], *before_another)
+        ]
+        values = [option.second_term[np.isfinite(option.first_term)] for option in options]
         self.levels = np.unique(np.concatenate(values))
-        if (
-            self.sender_share < 1 and self.levels.size
-        ):  # a round trip may take any time between these, or longer
+        # A round trip may take any time between these, or longer.
+        if self.sender_share < 1 and self.levels.size:
             low = max(float(self.levels[0]), 1e-9)
-            high = float(self.levels[-1]) + terms.steady * float(tables.boundary.max(initial=0.0))
+            high = float(self.levels[-1]) + self.latency.steady * float(
+                tables.boundary.max(initial=0.0)
+            )
             steps_up = np.arange(np.log(max(high / low, 1.0)) / np.log1p(GRID) + 2)
             self.levels = np.union1d(self.levels, low * (1 + GRID) ** steps_up)
 
     def _ways(self, a: int) -> Iterator[StageOption]:
-        """Stages on submesh `a` before another one: next submeshes with equal messages act as
-        one.
+        """Yield the stages on submesh `a` before another one. Next submeshes with equal messages
+        are one option.
         """
         for table, left in self._wires:
             columns, inverse = np.unique(table[:, a, :], axis=1, return_inverse=True)
@@ -219,17 +240,19 @@ class _Search:
         seconds = np.where(finite, seconds, 0.0)
         busy = np.where(finite, np.maximum(seconds + self.sender_share * wire, wire / 2), 0.0)
         # One way to add it up: to the last bit, a stage is not above its own level.
-        second = self.terms.steady * busy + self.steps * np.where(finite, once, 0.0)
+        second = self.latency.steady * busy + self.steps * np.where(finite, once, 0.0)
         return StageOption(
             wire,
             following,
             left,
-            np.where(finite, self.terms.warmup * (seconds + wire), np.inf),
+            np.where(finite, self.latency.warmup * (seconds + wire), np.inf),
             second,
         )
 
     def _fits_memory(self, s: int, a: int) -> np.ndarray:
-        """[c, first, last] on submesh `a`, `s` stages before the end."""
+        """Return [c, first, last] whether stages on submesh `a` fit, `s` stages from them to the
+        end.
+        """
         alive = self.in_flight[s - 1]
         if (alive, a) not in self._fitting:
             need = self.tables.bytes_always[:, :, a] + alive * self.tables.bytes_in_flight[:, :, a]
@@ -280,8 +303,8 @@ class _Search:
             if self.sender_share < 1:
                 # The round trip of a micro-batch through all stages from here on.
                 finite = np.where(np.isfinite(now), now, 0.0)
-                trips = finite / (self.terms.warmup * self.in_flight[s - 1])
-                now[self.terms.steady * trips > threshold] = np.inf
+                trips = finite / (self.latency.warmup * self.in_flight[s - 1])
+                now[self.latency.steady * trips > threshold] = np.inf
             origins.append(origin)
             after = now
             if s in self.allowed:
@@ -356,12 +379,12 @@ class _Search:
             code = next_first * self.num_submeshes + next_submesh
             origin[..., a][target] = np.where(is_better, code, origin[..., a][target])
 
-    def _cheapest(self, s: int, a: int, way: StageOption, threshold: float) -> np.ndarray:
-        """[c, first, last]: the first term of candidates on submesh `a` that fit and stay below the
-        threshold.
+    def _cheapest(self, s: int, a: int, option: StageOption, threshold: float) -> np.ndarray:
+        """Return [c, first, last] the first term of candidates on submesh `a` that fit and stay
+        below the threshold; inf for others.
         """
         return np.where(
-            self._fits_memory(s, a) & (way.second_term <= threshold), way.first_term, np.inf
+            self._fits_memory(s, a) & (option.second_term <= threshold), option.first_term, np.inf
         )
 
     def _read(
@@ -371,28 +394,27 @@ class _Search:
         first, devices = 0, self.num_devices
         stages: list[StageRange] = []
         bottleneck = 0.0
-        after: list[
-            float
-        ] = []  # per stage, seconds of a micro-batch in it and on the way to the next
+        # Per stage, seconds of a micro-batch in it and on the way to the next.
+        after: list[float] = []
         for s in range(count, 0, -1):
-            way = self.last[submesh]
+            option = self.last[submesh]
             last = self.num_layers
             following = -1
             if s > 1:
                 last, following = divmod(int(came[s - 1][first, devices, submesh]), m)
                 left = devices - int(t.num_devices[submesh])
-                way = next(
-                    way
-                    for way in self.ways[submesh]
-                    if following in way.following and way.left[left]
+                option = next(
+                    option
+                    for option in self.ways[submesh]
+                    if following in option.following and option.left[left]
                 )
-            candidate = int(self._cheapest(s, submesh, way, threshold)[:, first, last].argmin())
-            after.append(float(t.seconds[first, last, submesh, candidate] + way.column[last]))
-            bottleneck = max(bottleneck, float(way.second_term[candidate, first, last]))
+            candidate = int(self._cheapest(s, submesh, option, threshold)[:, first, last].argmin())
+            after.append(float(t.seconds[first, last, submesh, candidate] + option.column[last]))
+            bottleneck = max(bottleneck, float(option.second_term[candidate, first, last]))
             stages.append(StageRange(first, last, submesh, candidate))
             devices -= int(t.num_devices[submesh])
             first, submesh = last, following
         if self.sender_share < 1:
             trips = [sum(after[i:]) / self.in_flight[count - i - 1] for i in range(count)]
-            bottleneck = max(bottleneck, self.terms.steady * max(trips))
-        return StageChoice(tuple(stages), self.terms.warmup * sum(after) + bottleneck, bottleneck)
+            bottleneck = max(bottleneck, self.latency.steady * max(trips))
+        return StageChoice(tuple(stages), self.latency.warmup * sum(after) + bottleneck, bottleneck)

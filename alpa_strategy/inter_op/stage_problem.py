@@ -1,10 +1,9 @@
-"""A stage's intra-op problem told apart: per micro-batch, once per step, kept always, kept per
-micro-batch in flight.
+"""A stage's intra-op problem, its costs split by when they arise: per micro-batch, once per step,
+always stored, and stored per micro-batch in flight.
 
-From the same `build` as a single stage. `weighted` puts the parts together again for a number of
-micro-batches,
-of which `alive` are in flight at once, with or without recomputation: the problem that the ILP solves
-for a stage. Where a stage recomputes, it does so span by span (`RematSpans`).
+It comes from the same `build` as that of a single stage. `weighted` adds the costs up for a number
+of micro-batches, of which `alive` are in flight at once, with or without recomputation: the problem
+that the ILP solves for a stage. A stage that recomputes does so segment by segment (`RematSpans`).
 """
 
 from bisect import bisect_left, bisect_right
@@ -24,46 +23,60 @@ from alpa_strategy.intra_op.problem import Problem, Transfer, Use
 from alpa_strategy.ir.graph import StepGraph
 from alpa_strategy.sharding.redistribute import reshard_table
 
-EVERY_SPAN = -1  # there while any span is recomputed
-PER_STEP = -2  # the span of ops that run once per step
+# There while any span is recomputed.
+EVERY_SPAN = -1
+# The span of ops that run once per step.
+PER_STEP = -2
 
 
 @dataclass(frozen=True)
 class CostBreakdown:
-    """Arrays per strategy of a choice, or [source, target] of a transfer. Seconds and bytes.
+    """Seconds and bytes: arrays per strategy of a choice, or [source, target] of a transfer.
 
-    What runs once per step is of the span `PER_STEP`: `once` and `always` are all that it has in a
+    Ops that run once per step have the segment `PER_STEP`, and only `once` and `always` in a
     forward.
     """
 
     # forward, backward: seconds of one micro-batch
     forward: np.ndarray
     backward: np.ndarray
-    once: np.ndarray  # seconds once per step
-    always: np.ndarray  # bytes whatever is in flight
-    saved: np.ndarray  # bytes of one micro-batch between its forward and its backward
+
+    # Seconds once per step.
+    once: np.ndarray
+
+    # Bytes whatever is in flight.
+    always: np.ndarray
+
+    # Bytes of one micro-batch between its forward and its backward.
+    saved: np.ndarray
     # bytes of these that recomputation keeps: what is received, and what passes from span to span
     kept: np.ndarray
-    again: np.ndarray  # bytes of the graph that recomputing makes, in span `span`
+
+    # Bytes of the graph that recomputing makes, in span `span`.
+    again: np.ndarray
     span: int = EVERY_SPAN
 
     @cached_property
     def nonzero(self) -> frozenset[str]:
         """Names of the arrays that are not all zero."""
         return frozenset(
-            name for name, each in vars(self).items() if isinstance(each, np.ndarray) and each.any()
+            name
+            for name, value in vars(self).items()
+            if isinstance(value, np.ndarray) and value.any()
         )
 
 
 def zero_costs(size: int) -> CostBreakdown:
-    """The costs of a choice of `size` strategies that takes nothing."""
+    """Return the costs of a choice of `size` strategies that takes no time and no memory."""
     zero = np.zeros(size)
     return CostBreakdown(zero, zero, zero, zero, zero, zero, zero)
 
 
 @dataclass(frozen=True)
 class StageProblem:
-    """`intra` (restricted or not) with the parts of its choices and transfers."""
+    """An intra-op problem `intra` (restricted or not), and the cost breakdown of its choices and
+    transfers.
+    """
 
     intra: IntraOp
     choices: tuple[CostBreakdown, ...]
@@ -73,9 +86,11 @@ class StageProblem:
 
 @dataclass(frozen=True)
 class StageCost:
-    """What an assignment costs; see `CostBreakdown`. `again` per span; `working` are temporary
-    bytes on top, `update` those
-    of the optimizer's step, when activations are gone."""
+    """The costs of an assignment, see `CostBreakdown`.
+
+    `again` has one number per recompute segment. `working` are temporary bytes in addition,
+    `update` those of the optimizer's step, when activations are freed.
+    """
 
     forward: float
     backward: float
@@ -88,11 +103,13 @@ class StageCost:
     update: float = 0.0
 
     def seconds(self, remat: bool = False) -> float:
-        """One micro-batch."""
+        """Return the seconds of one micro-batch."""
         return self.forward * (2 if remat else 1) + self.backward
 
     def num_bytes(self, in_flight: float, remat: bool = False) -> float:
-        """Peak of one device: with recomputation one span's graph at a time."""
+        """Return the peak bytes of one device. With recomputation, one segment's activations count
+        at a time.
+        """
         alive = self.kept * in_flight + max(self.again) if remat else self.saved * in_flight
         return self.always + max(alive + self.working, self.update)
 
@@ -100,24 +117,25 @@ class StageCost:
 def stage_build(
     graph: StepGraph, tables: OptionTables, recompute_per_microbatch: bool = False
 ) -> IntraOp:
-    """The problem of a stage that runs micro-batches (see `build`): some ops run once per step.
+    """Return the problem of a stage that runs micro-batches (see `build`): some ops run once per
+    step.
 
     Args:
-        recompute_per_microbatch: see `StagePlan`.
+        recompute_per_microbatch: as in `StagePlan`; then all ops run per micro-batch.
     """
-    whole = build(graph, tables)
+    build_result = build(graph, tables)
     return (
-        whole
+        build_result
         if recompute_per_microbatch
-        else RematSpans(replace(whole, per_step=per_step(graph))).split()
+        else RematSpans(replace(build_result, per_step=per_step(graph))).split()
     )
 
 
 def take_apart(intra: IntraOp, starts: Sequence[int] = (0,)) -> StageProblem:
-    """The parts of every choice and transfer of a stage's problem.
+    """Split the costs of every choice and transfer of a stage's problem by when they arise.
 
     Args:
-        intra: with a transfer per span of `starts` (`RematSpans.split`).
+        intra: with a transfer per recompute segment of `starts` (`RematSpans.split`).
     """
     step = intra.step
     problem = intra.problem
@@ -129,40 +147,40 @@ def take_apart(intra: IntraOp, starts: Sequence[int] = (0,)) -> StageProblem:
     batch = range(num_parameters + num_ops, num_parameters + num_ops + len(step.batch))
     choices = []
     for index, choice in enumerate(problem.choices):
-        parts, span = zero_costs(len(choice.cost)), spans.of_choice(index)
+        costs, span = zero_costs(len(choice.cost)), spans.of_choice(index)
         # Choices come as `IntraOp` orders them: parameters, ops, then batch leaves and what is
         # received, sent or fixed.
         if index < num_parameters:
-            own = intra.parameters[index]
-            forward, backward = own.fetch_seconds, own.backward_seconds
+            parameter = intra.parameters[index]
+            forward, backward = parameter.fetch_seconds, parameter.backward_seconds
             once = choice.cost - forward - backward
-            parts = replace(
-                parts, forward=forward, backward=backward, once=once, always=choice.memory
+            costs = replace(
+                costs, forward=forward, backward=backward, once=once, always=choice.memory
             )
         elif span == PER_STEP:
             forward = intra.ops[index - num_parameters].forward_seconds
             always = choice.memory + _held_bytes(intra, index - num_parameters)
-            parts = replace(parts, once=forward, backward=choice.cost - forward, always=always)
+            costs = replace(costs, once=forward, backward=choice.cost - forward, always=always)
         elif span is not None:  # an op of the micro-batches
             forward, memory = intra.ops[index - num_parameters].forward_seconds, choice.memory
-            kept = spans.crossing_bytes(index) if len(starts) > 1 else parts.kept
-            parts = replace(
-                parts,
+            crossing_bytes = spans.crossing_bytes(index) if len(starts) > 1 else costs.kept
+            costs = replace(
+                costs,
                 forward=forward,
                 backward=choice.cost - forward,
                 saved=memory,
-                kept=kept,
+                kept=crossing_bytes,
                 again=memory,
             )
         elif index in received:  # until its gradient has gone back, recomputed or not
-            parts = replace(parts, backward=choice.cost, saved=choice.memory, kept=choice.memory)
+            costs = replace(costs, backward=choice.cost, saved=choice.memory, kept=choice.memory)
         elif index in sent:  # gone once it has arrived
-            parts = replace(parts, backward=choice.cost, saved=choice.memory, again=choice.memory)
+            costs = replace(costs, backward=choice.cost, saved=choice.memory, again=choice.memory)
         elif index in batch:
-            parts = replace(parts, saved=choice.memory, again=choice.memory)
+            costs = replace(costs, saved=choice.memory, again=choice.memory)
         else:  # buffers and constants, and what leaves the step
-            parts = replace(parts, always=choice.memory)
-        choices.append(parts if span is None else replace(parts, span=span))
+            costs = replace(costs, always=choice.memory)
+        choices.append(costs if span is None else replace(costs, span=span))
     transfers = [_transfer_parts(intra, spans, index) for index in range(len(problem.transfers))]
     return StageProblem(intra, tuple(choices), tuple(transfers), len(starts))
 
@@ -176,12 +194,12 @@ def _transfer_parts(intra: IntraOp, spans: "RematSpans", index: int) -> CostBrea
     )
     forward = forward - layouts.hidden
     zero, is_allowed = np.zeros_like(transfer.cost), np.isfinite(transfer.cost)
-    finite = np.where(
-        np.isfinite(forward), forward, 0.0
-    )  # [source, target]; inf - inf is no number
+    # [source, target]; inf - inf is no number
+    finite = np.where(np.isfinite(forward), forward, 0.0)
     with np.errstate(invalid="ignore"):
         backward = np.where(is_allowed, transfer.cost - forward, np.inf)
-        if span == PER_STEP:  # without gathering again: what is gathered stays to the step's end
+        # Without gathering again: what is gathered stays to the step's end.
+        if span == PER_STEP:
             penalty = transfer.cost - (intra.unrestricted or intra.problem).transfers[index].cost
             # Of a copy that ops read which run once per step, where their backward keeps it.
             is_kept = not intra.per_step.ops.isdisjoint(intra.savers(layouts.value))
@@ -200,9 +218,8 @@ def _transfer_parts(intra: IntraOp, spans: "RematSpans", index: int) -> CostBrea
                 span,
             )
     memory = again = transfer.memory
-    if (
-        made_in == PER_STEP
-    ):  # there all the time; what is gathered of it is re-gathered for the backward
+    # There all the time; what is gathered of it is re-gathered for the backward.
+    if made_in == PER_STEP:
         gathered = gathers(layouts.sources, layouts.targets)
         backward = np.where(gathered & (memory > 0), backward + finite, backward)
         memory = again = np.where(gathered | layouts.equal, 0.0, memory)
@@ -212,8 +229,8 @@ def _transfer_parts(intra: IntraOp, spans: "RematSpans", index: int) -> CostBrea
 
 
 def _held_bytes(intra: IntraOp, op: int) -> np.ndarray:
-    """[strategy] bytes of those results of an op run once per step that micro-batches take or
-    another such op keeps.
+    """Return [strategy] the bytes of an op's results that stay for the step: of an op that runs
+    once per step, those that micro-batches read or another such op saves.
     """
     step, options = intra.step, intra.ops[op]
     total = np.zeros(len(options.outputs))
@@ -236,19 +253,17 @@ def weighted(
     memory_limit: float = np.inf,
     shares: Sequence[float] | None = None,
 ) -> Problem:
-    """minimise num_microbatches * (seconds of a micro-batch) + seconds once, within the bytes of a
-    device.
+    """Return the problem: minimise num_microbatches * (seconds of a micro-batch) + seconds once,
+    within the bytes of a device.
 
     Args:
-        shares: of the spans, adding up to 1. The memory row has this mean of the spans' graphs in
-            the place of the
-            largest: never more, and the same where only spans count that need as much as it. None:
-                equal shares.
+        shares: of the recompute segments, adding up to 1. The memory row has this mean of the
+            segments' activations in place of the largest: it is never more, and equal if only
+            segments count that need as much as the largest. None: equal shares.
     """
     if (num_microbatches, in_flight, remat) == (1, 1, False) and not stage.intra.per_step.ops:
-        return replace(
-            stage.intra.problem, memory_limit=memory_limit
-        )  # the parts add up to what they were taken from
+        # The parts add up to what they were taken from.
+        return replace(stage.intra.problem, memory_limit=memory_limit)
     shares = shares or [1 / stage.num_spans] * stage.num_spans
     share_of = {EVERY_SPAN: 1.0, PER_STEP: 0.0, **dict(enumerate(shares))} if remat else None
     problem = stage.intra.problem
@@ -265,46 +280,57 @@ def weighted(
 
 
 def weigh(
-    parts: Sequence[CostBreakdown],
+    breakdowns: Sequence[CostBreakdown],
     num_microbatches: float,
     in_flight: float,
     shares: Mapping[int, float] | None = None,
 ) -> tuple[list[np.ndarray], list[np.ndarray]]:
-    """(seconds per step, bytes) of each. shares: where it recomputes, what counts of
-    `CostBreakdown.again` of each span.
+    """Return (seconds per step, bytes) of each breakdown.
+
+    Args:
+        shares: of a stage that recomputes: segment -> the share of its `CostBreakdown.again` that
+            counts. None: it does not recompute.
     """
     forwards = 1 if shares is None else 2
-    seconds = [num_microbatches * (forwards * p.forward + p.backward) + p.once for p in parts]
+    seconds = [num_microbatches * (forwards * p.forward + p.backward) + p.once for p in breakdowns]
     if shares is None:
-        return seconds, [p.always + in_flight * p.saved for p in parts]
-    return seconds, [p.always + shares[p.span] * p.again + in_flight * p.kept for p in parts]
+        return seconds, [p.always + in_flight * p.saved for p in breakdowns]
+    return seconds, [p.always + shares[p.span] * p.again + in_flight * p.kept for p in breakdowns]
 
 
 def cost_of(stage: StageProblem, assignment: Sequence[int], working: float = 0.0) -> StageCost:
-    """The parts of an assignment, summed; a value pays once per distinct target layout (and span).
+    """Return the summed costs of an assignment. A value pays once per distinct target layout (and
+    recompute segment).
 
-    On a cluster with `overlap`, seconds are without what runs beside compute.
+    On a cluster with `overlap`, seconds are without those that overlap with computation.
+
+    Args:
+        working: temporary bytes.
     """
+    # The last two: of PER_STEP and EVERY_SPAN.
     total, again = (
         np.zeros(6),
         np.zeros(stage.num_spans + 2),
-    )  # the last two: of PER_STEP and EVERY_SPAN
+    )
 
-    def add(parts: CostBreakdown, at: int | tuple[int, int]) -> None:
-        summed = parts.forward, parts.backward, parts.once, parts.always, parts.saved, parts.kept
+    def add(costs: CostBreakdown, at: int | tuple[int, int]) -> None:
+        summed = costs.forward, costs.backward, costs.once, costs.always, costs.saved, costs.kept
         total[:] += [float(x[at]) for x in summed]
-        again[parts.span] += parts.again[at]
+        again[costs.span] += costs.again[at]
 
-    for parts, k in zip(stage.choices, assignment, strict=True):
-        add(parts, k)
-    for parts, transfer in zip(stage.transfers, stage.intra.problem.transfers, strict=True):
+    for costs, k in zip(stage.choices, assignment, strict=True):
+        add(costs, k)
+    for costs, transfer in zip(stage.transfers, stage.intra.problem.transfers, strict=True):
         source = int(transfer.source[assignment[transfer.producer]])
         for target in {int(use.layout[assignment[use.choice]]) for use in transfer.uses}:
-            add(parts, (source, target))
+            add(costs, (source, target))
     forward, backward, once, always, saved, kept = map(float, total)
     of_spans = again[: stage.num_spans] + again[EVERY_SPAN]
-    own = stage.intra.parameters
-    gradients = sum(float(each.gradient_bytes[k]) for each, k in zip(own, assignment, strict=False))
+    parameters = stage.intra.parameters
+    gradients = sum(
+        float(parameter.gradient_bytes[k])
+        for parameter, k in zip(parameters, assignment, strict=False)
+    )
     update = gradients * stage.intra.tables.optimizer.scratch
     cost = StageCost(
         forward, backward, once, always, saved, kept, tuple(map(float, of_spans)), working, update
@@ -313,10 +339,14 @@ def cost_of(stage: StageProblem, assignment: Sequence[int], working: float = 0.0
 
 
 def beside_compute(intra: IntraOp, assignment: Sequence[int], cost: StageCost) -> StageCost:
-    """`cost`, whose seconds are sums, without what is hidden: gradients are reduced while the
-    backward goes on, as far
-    as there is compute for it. What lies between two ops (tensor parallelism's collectives) hides
-    behind nothing."""
+    """Return `cost` without the seconds that are hidden behind computation.
+
+    Gradients are reduced during the backward, as far as there is computation to hide them.
+    Collectives between two ops (tensor parallelism) are not hidden.
+
+    Args:
+        cost: with sums of seconds.
+    """
     compute, reduced = cost.backward, 0.0
     for message in messages(intra, assignment):
         if message.phase == "backward":
@@ -336,15 +366,15 @@ def beside_compute(intra: IntraOp, assignment: Sequence[int], cost: StageCost) -
 
 @dataclass(frozen=True)
 class RematSpans:
-    """The spans of a stage; `starts`: positions among its ops at which they begin, the first is
-    0.
+    """The recompute segments of a stage. `starts` are the positions among its ops at which they
+    begin; the first is 0.
     """
 
     intra: IntraOp
     starts: Sequence[int] = (0,)
 
     def of_choice(self, choice: int) -> int | None:
-        """The span of a choice of the problem, None where it is no op."""
+        """Return the segment of a choice of the problem; None if the choice is no op."""
         op = choice - len(self.intra.parameters)
         if not 0 <= op < len(self.intra.ops):
             return None
@@ -354,8 +384,8 @@ class RematSpans:
         return bisect_right(self.starts, op) - 1
 
     def of_use(self, transfer: Transfer, use: Use) -> int:
-        """Where a value is brought to a use: what leaves the stage is made ready where it is
-        made.
+        """Return the segment in which a value is resharded for a use: its maker's if it leaves the
+        stage.
         """
         if (span := self.of_choice(use.choice)) is not None:
             return span
@@ -367,7 +397,7 @@ class RematSpans:
         )
 
     def split(self) -> IntraOp:
-        """The problem with one transfer per value and span; the choices stay as they are."""
+        """Return the problem with one transfer per value and segment; the choices stay the same."""
         intra = self.intra
         if len(self.starts) == 1 and not intra.per_step.ops:
             return intra
@@ -376,7 +406,10 @@ class RematSpans:
             uses: dict[int, list[Use]] = {}
             for use in transfer.uses:
                 uses.setdefault(self.of_use(transfer, use), []).append(use)
-            transfers += [replace(transfer, uses=tuple(own)) for _, own in sorted(uses.items())]
+            transfers += [
+                replace(transfer, uses=tuple(uses_of_span))
+                for _, uses_of_span in sorted(uses.items())
+            ]
             layouts += [named] * len(uses)
         return replace(
             intra,
@@ -385,10 +418,10 @@ class RematSpans:
         )
 
     def crossing_bytes(self, choice: int) -> np.ndarray:
-        """[strategy] of an op: bytes of those of its results that later spans read."""
+        """Return [strategy] the bytes of an op's results that later segments read."""
         intra = self.intra
         first_op = len(intra.parameters)
-        own = self.of_choice(choice)
+        span_of_choice = self.of_choice(choice)
         index = choice - first_op
         total = np.zeros(len(intra.ops[index].outputs))
         for position, value in enumerate(intra.step.ops[index].results):
@@ -396,19 +429,18 @@ class RematSpans:
                 self.of_choice(first_op + reader)
                 for reader, _ in intra.step.consumers.get(value, ())
             )
-            if any(span != own for span in readers):
+            if any(span != span_of_choice for span in readers):
                 total += result_bytes(intra, index, position)
         return total
 
 
 def balanced_groups(weights: Sequence[float], count: int) -> tuple[int, ...]:
-    """Positions at which `count` (or fewer) runs of consecutive items begin, the heaviest run as
-    light as possible.
+    """Return the positions at which at most `count` runs of consecutive items begin, such that the
+    heaviest run is as light as possible.
     """
     up_to = np.cumsum([0.0, *weights])
-    limits = np.unique(
-        np.maximum(up_to[None] - up_to[:, None], max(weights, default=0.0))
-    )  # weights of runs
+    # Weights of runs
+    limits = np.unique(np.maximum(up_to[None] - up_to[:, None], max(weights, default=0.0)))
     return _greedy(
         weights,
         limits[bisect_left(limits, True, key=lambda most: len(_greedy(weights, most)) <= count)],

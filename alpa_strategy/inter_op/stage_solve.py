@@ -1,6 +1,8 @@
-"""A chosen stage solved exactly: the ILP of a single stage, weighted for micro-batches, with memory
-by those in
-flight, and where it recomputes, the spans that need least memory."""
+"""Solves a chosen stage exactly: the ILP of a single stage, weighted for micro-batches, with the
+memory of those in flight.
+
+A stage that recomputes gets the recompute segments that need the least memory.
+"""
 
 import math
 from collections.abc import Callable, Hashable, Mapping
@@ -9,7 +11,9 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 
 from alpa_strategy.errors import DoesNotFitError, PlanError
-from alpa_strategy.inter_op.stage_costs import StageCostTask, own_pins, structure
+from alpa_strategy.inter_op.equal_layers import structure
+from alpa_strategy.inter_op.mesh_options import options_of_part
+from alpa_strategy.inter_op.stage_costs import StageCostTask
 from alpa_strategy.inter_op.stage_fit import FittedStage, StageFit
 from alpa_strategy.inter_op.stage_problem import (
     RematSpans,
@@ -31,6 +35,7 @@ from alpa_strategy.intra_op.problem import Problem, Solution
 from alpa_strategy.intra_op.restrict import least_of_equals, restrict
 from alpa_strategy.intra_op.solver.solve import PROVED, NoCheaperSolution, propagate
 from alpa_strategy.intra_op.solver.stored import solve_stored
+from alpa_strategy.ir.graph import StepGraph
 from alpa_strategy.ir.plan import Collective, ParameterPlan, Predicted, StagePlan
 from alpa_strategy.options import PROPAGATION, PlanOptions
 from alpa_strategy.partial_results import Key
@@ -44,20 +49,24 @@ HOST_PRICES = 8
 
 @dataclass(frozen=True)
 class StageRequest:
-    """What the DP chose: ops [first, last) on a submesh and logical shape."""
+    """A stage that the DP chose: ops [first, last) on a submesh and logical shape."""
 
     first: int
     last: int
     submesh: tuple[int, int]
     shape: tuple[int, ...]
     remat: bool
-    alive: int  # (micro-batch, stage) pairs on the mesh at once
-    stages_per_mesh: int = 1  # that share the mesh
+
+    # (micro-batch, stage) pairs on the mesh at once
+    alive: int
+
+    # That share the mesh.
+    stages_per_mesh: int = 1
     # how parameters are stored that another stage on the mesh uses too
     pinned: Mapping[str, ParameterPlan] = field(default_factory=dict)
-    cuts: tuple[
-        int, ...
-    ] = ()  # op positions inside the stage at which spans may begin that are recomputed one by one
+
+    # Op positions inside the stage at which spans may begin that are recomputed one by one.
+    cuts: tuple[int, ...] = ()
 
     @property
     def starts(self) -> tuple[int, ...]:
@@ -70,7 +79,7 @@ class StageRequest:
 
 @dataclass(frozen=True)
 class SolvedStage:
-    """The stage's plan (`first_device` 0) with its parts of cost and proved gap."""
+    """A stage's plan (with `first_device` 0), its costs and its proved gap."""
 
     plan: StagePlan
     cost: StageCost
@@ -78,55 +87,64 @@ class SolvedStage:
     # what the solver minimised: seconds plus the penalties of named plans, which the rest excludes
     objective: float
     method: str
-    is_free: bool  # memory does not bind
+
+    # Memory does not bind.
+    is_free: bool
 
 
 @dataclass(frozen=True)
 class PricedStage:
-    """A stage's problem on its mesh, and the optimum `free` if memory were: no plan of the stage is
-    faster.
+    """A stage's problem on its mesh, and `free`, its optimum without a memory limit: no plan of the
+    stage is faster.
     """
 
     job: StageCostTask
     request: StageRequest
-    whole: IntraOp  # not restricted, one transfer per value
-    intra: IntraOp  # restricted, cut at all of the wish's starts
+
+    # Not restricted, one transfer per value.
+    whole: IntraOp
+
+    # Restricted, split into recompute segments at all starts of the request.
+    intra: IntraOp
     free: Solution
     recompute_per_microbatch: bool
-    known: StageProblem | None = None  # the parts of `intra`, where they are there already
-    # what stages with the same problem have in common; None: the problem was changed
+
+    # The costs of `intra`, if they are computed already.
+    known: StageProblem | None = None
+
+    # Equal for stages with the same problem; None: the problem was changed.
     key: Hashable | None = None
 
     @cached_property
     def finest(self) -> StageProblem:
-        """`intra` with its parts."""
+        """`intra` with its costs split by when they arise."""
         return self.known or take_apart(self.intra, self.request.starts)
 
     def problem(self, starts: tuple[int, ...]) -> StageProblem:
-        """Cut into spans at `starts`, restricted as the user wants it."""
+        """Return the stage's problem, split into recompute segments at `starts` and restricted by
+        the options.
+        """
         if starts == self.request.starts:
             return self.finest
-        intra, pins = (
-            RematSpans(self.whole, starts).split(),
-            own_pins(self.job.options, self.whole.step),
-        )
+        intra = RematSpans(self.whole, starts).split()
+        pins = options_of_part(self.job.options, self.whole.step)
         return take_apart(restrict(intra, pins, self.job.optimizer, self.request.pinned), starts)
 
     def changed(self, change: Callable[[IntraOp], IntraOp]) -> "PricedStage":
-        """The same with other choices."""
+        """Return this stage with `change` applied to its problem."""
         return replace(
             self, whole=change(self.whole), intra=change(self.intra), known=None, key=None
         )
 
     def unrestricted(self, starts: tuple[int, ...]) -> StageProblem:
-        """The same without pins and penalties: what its assignments really cost."""
+        """Return the problem without pins and penalties: the real costs of its assignments."""
         if starts == self.request.starts and self.intra.unrestricted is None:
             return self.finest
         return take_apart(RematSpans(self.whole, starts).split(), starts)
 
 
 class StageSolver:
-    """Solves stages of one job; stages that are the same by structure share one solution."""
+    """Solves stages of one job; stages that are equal by structure share one solution."""
 
     def __init__(self, job: StageCostTask) -> None:
         self.job = job
@@ -134,23 +152,29 @@ class StageSolver:
         self._again = memory_choices.pinned_again(job.graph, job.options)
         self._on_host = memory_choices.pinned_offload(job.graph, job.options, job.cluster.host)
         self._tables: dict[tuple, OptionTables] = {}
-        self._whole: dict[tuple[int, ...], IntraOp] = {}  # of a whole batch, by logical shape
-        self._free: dict[tuple, Solution] = {}  # optima without a memory limit
+        # Of a whole batch, by logical shape.
+        self._whole: dict[tuple[int, ...], IntraOp] = {}
+        # Optima without a memory limit.
+        self._free: dict[tuple, Solution] = {}
         # Those that fit, by the stage's key and the micro-batches in flight.
         self._fitting: dict[Hashable, FittedStage] = {}
 
     def under(self, options: PlanOptions) -> "StageSolver":
-        """A solver of the same job under other options; what does not depend on them is shared."""
+        """Return a solver of the same job under other options. Results that do not depend on them
+        are shared.
+        """
         other = StageSolver(replace(self.job, options=options))
         other._tables, other._whole = self._tables, self._whole
         return other
 
     def solve(self, request: StageRequest) -> SolvedStage:
-        """The cheapest layouts of the stage that fit (where memory binds: see
-        `StagePlan.recompute_per_microbatch`), or those that an interrupted planning has stored.
+        """Return the cheapest layouts of the stage that fit, or those that an interrupted planning
+        has stored.
+
+        If memory binds, `StagePlan.recompute_per_microbatch` is tried as well.
 
         Raises:
-            PlanError: none do.
+            PlanError: no layouts fit.
         """
         pinned = sorted(request.pinned.items())
         return self.job.results.get(
@@ -162,39 +186,39 @@ class StageSolver:
         )
 
     def _cheapest(self, request: StageRequest) -> SolvedStage:
-        """See `solve`."""
-        found: list[SolvedStage] = []
+        """Return the cheapest layouts of the stage that fit. Raises: as `solve`."""
+        solved: list[SolvedStage] = []
         failures: list[PlanError] = []
         for recompute_per_microbatch in (False, True) if request.remat else (False,):
             priced = self.price(request, recompute_per_microbatch)
             try:
-                found.append(self.solve_priced(priced))
+                solved.append(self.solve_priced(priced))
             except PlanError as error:
                 failures.append(error)
                 continue
-            if found[-1].is_free:
+            if solved[-1].is_free:
                 break
-        if not found:
+        if not solved:
             if (
                 self.job.options.solver == PROPAGATION
                 and self.job.remat is None
                 and not request.remat
             ):
-                return self.solve(
-                    replace(request, remat=True)
-                )  # priced with layouts that were solved
+                # Priced with layouts that were solved.
+                return self.solve(replace(request, remat=True))
             raise failures[-1]
-        return min(found, key=lambda solved: solved.plan.predicted.step_seconds)
+        return min(solved, key=lambda stage: stage.plan.predicted.step_seconds)
 
     def price(self, request: StageRequest, recompute_per_microbatch: bool = False) -> PricedStage:
-        """The stage's problem, and its optimum without a memory limit: most stages of a good plan
-        need no other.
+        """Return the stage's problem, and its optimum without a memory limit, which most stages of
+        a good plan take.
         """
         job = self.job
         mesh = job.cluster.logical_mesh(request.shape, request.submesh)
         tables = OptionTables(mesh, job.costs, job.optimizer, job.options.accumulate_grad_batches)
         tables = self._tables.setdefault((request.submesh, request.shape), tables)
-        if job.is_whole_batch:  # nothing is done "per micro-batch": the step's own problem
+        # Nothing is done "per micro-batch": the step's own problem.
+        if job.is_whole_batch:
             graph = job.graph
             if request.shape not in self._whole:
                 self._whole[request.shape] = build(graph, tables)
@@ -203,11 +227,13 @@ class StageSolver:
             graph = stage_on(job.graph, request.first, request.last, mesh.num_devices)
             whole = stage_build(graph, tables, recompute_per_microbatch)
         intra = RematSpans(whole, request.starts).split()
-        intra = restrict(intra, own_pins(job.options, graph), job.optimizer, request.pinned)
-        if job.is_whole_batch and graph.received:  # its neighbours have other problems
+        intra = restrict(intra, options_of_part(job.options, graph), job.optimizer, request.pinned)
+        # Its neighbours have other problems.
+        if job.is_whole_batch and graph.received:
             intra = least_of_equals(intra)
         whole, intra = self._pinned(whole), self._pinned(intra)
-        if job.is_whole_batch:  # most are not looked at again
+        # Most are not looked at again.
+        if job.is_whole_batch:
             return PricedStage(
                 job,
                 request,
@@ -216,26 +242,13 @@ class StageSolver:
                 self._free_layouts(intra.problem),
                 recompute_per_microbatch,
             )
-        pins = (
-            *(
-                (p.name, request.pinned[p.name].modes)
-                for p in graph.parameters
-                if p.name in request.pinned
-            ),
-            *intra.recomputes,
-            *(
-                ("host", i)
-                for i, p in enumerate(graph.parameters)
-                if p.name in (self._on_host or ())
-            ),
-        )
         key = (
             structure(graph, job.options),
             request.submesh,
             request.shape,
             request.remat,
             request.starts,
-            pins,
+            (*self._pins_of(graph, request), *intra.recomputes),
             recompute_per_microbatch,
         )
         finest = take_apart(intra, request.starts)
@@ -246,14 +259,27 @@ class StageSolver:
             job, request, whole, intra, self._free[key], recompute_per_microbatch, finest, key
         )
 
+    def _pins_of(self, graph: StepGraph, request: StageRequest) -> list[Hashable]:
+        """Return the pinned modes of a stage's parameters, and which of them are in host memory."""
+        pins: list[Hashable] = []
+        for parameter in graph.parameters:
+            if parameter.name in request.pinned:
+                pins.append((parameter.name, request.pinned[parameter.name].modes))
+        for index, parameter in enumerate(graph.parameters):
+            if parameter.name in (self._on_host or ()):
+                pins.append(("host", index))
+        return pins
+
     def _free_layouts(self, problem: Problem) -> Solution:
-        """Without a memory limit."""
+        """Return the optimum without a memory limit."""
         if self.job.options.solver == PROPAGATION:
             return propagate(problem)
         return self.solve_problem(problem, self.job.options.solver_seconds)
 
     def _pinned(self, intra: IntraOp) -> IntraOp:
-        """The same with the pinned recomputed results, and the pinned parameters in host memory."""
+        """Return the problem with the pinned recomputed results, and the pinned parameters in host
+        memory.
+        """
         intra = memory_choices.with_offload(intra, self._on_host) if self._on_host else intra
         return intra if self._again is None else with_recompute(intra, self._again)
 
@@ -273,9 +299,8 @@ class StageSolver:
             and not propagates
             and not self._fits(stage, priced.free, request)
         ):
-            priced = priced.changed(
-                with_recompute
-            )  # a choice for each activation: keep it, or make it again
+            # A choice for each activation: keep it, or make it again.
+            priced = priced.changed(with_recompute)
         mesh, is_open = priced.intra.mesh, self._on_host is None and self.job.is_whole_batch
         may_offload = (
             is_open
@@ -284,41 +309,42 @@ class StageSolver:
             and mesh.num_devices <= OFFLOADING_SIZE
         )
         try:
-            found = self._solve_once(priced, cutoff)
-            if may_offload and found.solution is not priced.free:
+            fitted = self._solve_once(priced, cutoff)
+            if may_offload and fitted.solution is not priced.free:
                 with suppress(DoesNotFitError, NoCheaperSolution):
-                    found, priced = self._offloaded(priced, min(cutoff, found.solution.seconds))
+                    fitted, priced = self._offloaded(priced, min(cutoff, fitted.solution.seconds))
         except (DoesNotFitError, NoCheaperSolution):
             if not may_offload:
                 raise
-            found, priced = self._offloaded(priced, cutoff)
-        if found.solution.seconds >= cutoff:
+            fitted, priced = self._offloaded(priced, cutoff)
+        if fitted.solution.seconds >= cutoff:
             raise NoCheaperSolution
-        return self._solved(priced, found)
+        return self._solved(priced, fitted)
 
     def laid_out(self, priced: PricedStage, solution: Solution) -> SolvedStage:
-        """The stage by an assignment of `priced.finest` that was found elsewhere, whether it fits
-        or not.
+        """Return the stage with an assignment of `priced.finest` that was computed elsewhere,
+        whether it fits or not.
         """
         working = self.temporary_bytes(priced.finest.intra, solution)
         return self._solved(priced, FittedStage(priced.request.starts, solution, working))
 
-    def _solved(self, priced: PricedStage, found: FittedStage) -> SolvedStage:
-        stage = priced.unrestricted(found.starts)
-        cost = cost_of(stage, found.solution.assignment, found.temporary_bytes)
+    def _solved(self, priced: PricedStage, fitted: FittedStage) -> SolvedStage:
+        stage = priced.unrestricted(fitted.starts)
+        cost = cost_of(stage, fitted.solution.assignment, fitted.temporary_bytes)
         plan = replace(
-            self._plan(stage.intra, found, cost, priced.request),
+            self._plan(stage.intra, fitted, cost, priced.request),
             recompute_per_microbatch=priced.recompute_per_microbatch,
         )
-        solution, gap = found.solution, min(1.0, found.solution.gap)
+        solution, gap = fitted.solution, min(1.0, fitted.solution.gap)
         gap = gap if gap > PROVED else 0.0
         return SolvedStage(
             plan, cost, gap, solution.seconds, solution.method, solution is priced.free
         )
 
     def _offloaded(self, priced: PricedStage, cutoff: float) -> tuple[FittedStage, PricedStage]:
-        """The cheapest layouts where parameters may lie in host memory, which gets a price where it
-        is too small.
+        """Return the cheapest layouts if parameters may be in host memory, and their problem.
+
+        Host memory gets a price if it is too small.
         """
         host = priced.intra.mesh.host
         assert host is not None
@@ -329,10 +355,10 @@ class StageSolver:
             free, free=self.solve_problem(free.intra.problem, self.job.options.solver_seconds)
         )
         for attempt in range(HOST_PRICES):
-            found = self._solve(offloading, cutoff)
-            need = memory_choices.host_bytes(offloading.intra, found.solution.assignment)
+            fitted = self._solve(offloading, cutoff)
+            need = memory_choices.host_bytes(offloading.intra, fitted.solution.assignment)
             if need <= host.memory_bytes:
-                return found, offloading
+                return fitted, offloading
             offloading = replace(
                 free, intra=with_host_price(free.intra, 2.0 ** (attempt - 4) / host.link_bandwidth)
             )
@@ -352,7 +378,9 @@ class StageSolver:
         )
 
     def _solve_once(self, priced: PricedStage, cutoff: float) -> FittedStage:
-        """`_solve`, or what it returned for a stage with the same problem and as much in flight."""
+        """Return the result of `_solve`, cached for stages with the same problem and as much in
+        flight.
+        """
         if priced.key is None:
             return self._solve(priced, cutoff)
         request = priced.request
@@ -394,10 +422,10 @@ class StageSolver:
         return fit.solve(solution, cost)
 
     def _plan(
-        self, intra: IntraOp, found: FittedStage, cost: StageCost, request: StageRequest
+        self, intra: IntraOp, fitted: FittedStage, cost: StageCost, request: StageRequest
     ) -> StagePlan:
-        """Per-step totals of a stage: what is per micro-batch times their number."""
-        count, assignment = self.job.num_microbatches, found.solution.assignment
+        """Return the stage's plan, with totals per step of costs per micro-batch."""
+        count, assignment = self.job.num_microbatches, fitted.solution.assignment
         each, optimizer = busy_seconds(intra, assignment)
         seconds = count * cost.seconds(request.remat) + cost.once
         made_once = sum(
@@ -405,13 +433,15 @@ class StageSolver:
             for op in intra.per_step.ops
         )
         compute = count * each - (count - 1) * made_once
-        if request.remat:  # the forward's share of compute is that of all seconds
+        # The forward's share of compute is that of all seconds.
+        if request.remat:
             compute += count * each * cost.forward / max(cost.seconds(), 1e-30)
         compute = min(compute, seconds - optimizer)
         peak = cost.num_bytes(request.alive / request.stages_per_mesh, request.remat)
-        room = self.job.memory_limit - cost.num_bytes(request.alive, request.remat)
-        ahead = bytes_ahead(intra, assignment, room / (2 * request.stages_per_mesh))
-        peak += 2 * ahead  # parameters and, in the backward, gradients
+        headroom = self.job.memory_limit - cost.num_bytes(request.alive, request.remat)
+        ahead = bytes_ahead(intra, assignment, headroom / (2 * request.stages_per_mesh))
+        # Parameters and, in the backward, gradients.
+        peak += 2 * ahead
         communication = max(0.0, seconds - compute - optimizer)
         plan = decode(
             intra,
@@ -424,8 +454,8 @@ class StageSolver:
             ops=(request.first, request.last),
             collectives=tuple(_per_step(c, count, request.remat) for c in plan.collectives),
             remat=request.remat,
-            ahead_bytes=ahead,
-            remat_cuts=tuple(request.first + start for start in found.starts[1:]),
+            prefetched_bytes=ahead,
+            recompute_splits=tuple(request.first + start for start in fitted.starts[1:]),
             forward_seconds=cost.forward,
             backward_seconds=cost.backward + (cost.forward if request.remat else 0.0),
         )

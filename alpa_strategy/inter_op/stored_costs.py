@@ -34,7 +34,7 @@ OUR_SCHEDULES = "alpa_strategy.schedules"
 
 
 def job_key(job: "StageCostTask") -> tuple[object, ...]:
-    """What the costs of a job's runs depend on, as values whose `repr` says all of them."""
+    """Return all that the costs of a job's runs depend on, as values whose `repr` is complete."""
     graph = job.graph
     return (
         (graph.graph_digest, graph.parameter_digest, graph.batch_digest, graph.batch_scope),
@@ -49,8 +49,9 @@ def job_key(job: "StageCostTask") -> tuple[object, ...]:
 
 
 def costs_key(costs: OpCosts) -> tuple[object, ...]:
-    """What op costs depend on: the name, which says all of a model of the user's own (see
-    `OpCosts`), the device, and the measured times.
+    """Return all that op costs depend on: their name, the device, and the measured times.
+
+    The name of a user's cost model stands for all of it (see `OpCosts`).
     """
     kind = f"{type(costs).__module__}.{type(costs).__qualname__}"
     if not isinstance(costs, RooflineCosts):
@@ -60,7 +61,7 @@ def costs_key(costs: OpCosts) -> tuple[object, ...]:
 
 
 def runs_record(runs: "LayerRangeCosts") -> Record:
-    """All fields, for a file."""
+    """Return all fields of `runs`, for a file."""
     record = {field.name: getattr(runs, field.name) for field in fields(runs)}
     return record | {"shapes": [list(shape) for shape in runs.shapes]}
 
@@ -68,10 +69,10 @@ def runs_record(runs: "LayerRangeCosts") -> Record:
 def runs_arguments(
     record: Record, job: "StageCostTask", shapes: Sequence[tuple[int, ...]]
 ) -> dict[str, Any]:
-    """The fields of a `LayerRangeCosts` of the job from a record.
+    """Return the fields of a `LayerRangeCosts` of the job from a record.
 
     Raises:
-        BadFileError, KeyError, TypeError: the record is none of runs of this job on these shapes.
+        BadFileError, KeyError, TypeError: the record is not of runs of this job on these shapes.
     """
     L = job.num_layers
     if [tuple(shape) for shape in record["shapes"]] != list(shapes):
@@ -101,7 +102,7 @@ def runs_arguments(
 
 
 def stage_record(solved: "SolvedStage") -> Record:
-    """All fields, for a file."""
+    """Return all fields of `solved`, for a file."""
     cost = solved.cost
     numbers = [getattr(cost, name) for name in COST_NUMBERS]
     return {
@@ -115,10 +116,10 @@ def stage_record(solved: "SolvedStage") -> Record:
 
 
 def stage_fields(record: Record, request: "StageRequest") -> dict[str, Any]:
-    """The fields of a `SolvedStage` from a record.
+    """Return the fields of a `SolvedStage` from a record.
 
     Raises:
-        BadFileError, KeyError, TypeError, ValueError: the record is none of this stage.
+        BadFileError, KeyError, TypeError, ValueError: the record is not of this stage.
     """
     try:
         plan = StagePlan.from_dict(record["plan"])
@@ -140,7 +141,7 @@ def stage_fields(record: Record, request: "StageRequest") -> dict[str, Any]:
 
 
 def plan_of_record(record: Record) -> Plan:
-    """The plan whose `to_dict` is the record.
+    """Return the plan whose `to_dict` is the record.
 
     Raises:
         BadFileError: it is no plan.
@@ -155,7 +156,9 @@ def plan_of_record(record: Record) -> Plan:
 
 
 def candidates_key(space: "StageSpace", ceiling: float) -> Key:
-    """The hash of what the DP is given: the job, its tables, and the seconds to be better than."""
+    """Return the hash of the DP's inputs: the job, its tables, and the seconds to be better than
+    (`ceiling`).
+    """
     key = Key(space.job.content, tuple(space.meshes), ceiling, list(SCHEDULES))
     if space.allowed is not None:
         key.add_array(space.allowed)
@@ -172,7 +175,7 @@ def has_own_schedules() -> bool:
 
 
 def candidates_record(candidates: Sequence["Candidate"]) -> Record:
-    """All candidates, for a file."""
+    """Return all candidates, for a file."""
     rows = [
         {
             "seconds": candidate.seconds,
@@ -194,7 +197,7 @@ def candidates_record(candidates: Sequence["Candidate"]) -> Record:
 
 
 def candidate_fields(row: Record, space: "StageSpace") -> dict[str, Any]:
-    """The fields of a `Candidate` from a row of the record.
+    """Return the fields of a `Candidate` from a row of the record.
 
     Raises:
         BadFileError, KeyError, TypeError, ValueError: it is no candidate of this space.

@@ -1,8 +1,8 @@
-"""A run of a step's ops as a StepGraph of its own: what a stage executes. Values keep the whole
-step's numbers.
+"""A run of a step's ops as a StepGraph: the part that a stage executes. Values have the numbers of
+the full step.
 
-A stage's inputs are those parameters, buffers, constants and batch leaves that it reads, and
-`received`: values that earlier stages make. What later stages read is `sent`.
+A stage's inputs are the parameters, buffers, constants and batch leaves that it reads, and
+`received`: values that earlier stages compute. Values that later stages read are `sent`.
 """
 
 from bisect import bisect_left
@@ -20,11 +20,11 @@ from alpa_strategy.ir.graph import StepGraph, ValueRef, values_of
 
 
 def slice_stage(step: StepGraph, first: int, last: int) -> StepGraph:
-    """Ops [first, last) of `step` as a graph.
+    """Return ops [first, last) of `step` as a graph.
 
-    A log, metric or output stays where its last value is made; its other values are received there.
-    One that holds no value made by an op belongs to the slice with the last op. A buffer is updated
-    where its new value is made.
+    A log, metric or output belongs to the slice that computes its last value, and receives its
+    other values there. One without values of ops belongs to the slice with the last op. A buffer is
+    updated where its new value is computed.
     """
     if not 0 <= first < last <= len(step.ops):
         raise ValueError(f"ops [{first}, {last}) of a step with {len(step.ops)} ops")
@@ -69,9 +69,9 @@ def slice_stage(step: StepGraph, first: int, last: int) -> StepGraph:
 
 
 def stage_on(step: StepGraph, first: int, last: int, num_devices: int) -> StepGraph:
-    """`slice_stage` as it is planned and lowered on a mesh of `num_devices`.
+    """Return `slice_stage` as it is planned and lowered on a mesh of `num_devices`.
 
-    Batch rows arrive divided over the stage's devices where they divide evenly, else whole
+    The batch's samples arrive divided over the stage's devices if they divide evenly, else in full
     (`batch_scope`).
     """
     stage = slice_stage(step, first, last)
@@ -81,17 +81,18 @@ def stage_on(step: StepGraph, first: int, last: int, num_devices: int) -> StepGr
 
 
 def crossing_values(step: StepGraph, position: int) -> tuple[int, ...]:
-    """Values made by ops before `position` that are read at or after it (the boundary there),
-    ascending.
-    """
+    """Return the values of ops before `position` that are read at or after it, ascending."""
     return tuple(
         v for v, op in sorted(step.makers.items()) if op < position <= step.last_readers[v]
     )
 
 
 def _keep(node: Any, wanted: Callable[[int], bool]) -> Any:
-    """An output structure without the values of other stages: left out of tuples and lists, None
-    elsewhere.
+    """Return an output structure without the values of other stages: left out of tuples and lists,
+    None elsewhere.
+
+    Args:
+        wanted: whether a value is of this stage.
     """
     if isinstance(node, ValueRef):
         return node if wanted(node.index) else None
@@ -114,24 +115,28 @@ def _keep(node: Any, wanted: Callable[[int], bool]) -> Any:
 # layers counts at each boundary that it crosses. Stages are made of whole layers.
 
 
-EXCESS = 0.5  # by how much a layer's FLOPs may exceed the average (Alpa's delta)
+# By how much a layer's FLOPs may exceed the average (Alpa's delta)
+EXCESS = 0.5
 # of the average FLOPs: an `arange` or the last sum of a loss is a part of a layer, not one of its
 # own
 LEAST = 0.05
-SAME_BYTES = 1.01  # at the largest cut between blocks, against the least possible
+# At the largest cut between blocks, against the least possible.
+SAME_BYTES = 1.01
 MAX_LAYERS = 64
-MAX_NAMES = 4  # of a stage's modules that are listed
-PLAIN_LAYERS = 16  # where the model has no repeated blocks
+# Of a stage's modules that are listed.
+MAX_NAMES = 4
+# Where the model has no repeated blocks.
+PLAIN_LAYERS = 16
 
 
 def cluster_layers(step: StepGraph, num_layers: int | None = None) -> tuple[int, ...]:
-    """Cut positions, ascending from 0 to the number of ops: layer i is ops [cuts[i], cuts[i + 1]).
+    """Return the op indices that split the step into layers, from 0 to the number of ops: layer i
+    is ops [cuts[i], cuts[i + 1]).
 
-    Between the repeated blocks of the model where that is as good: layers that are the same are
-    solved once. Else it minimises the largest number of bytes at a cut, among these the sum of
-    bytes, among these the variance of the layers' FLOPs; no layer has more than (1 + `EXCESS`)
-    times the average FLOPs (more where single ops force it), nor, where that can be, less than
-    `LEAST` times it.
+    They are between the repeated blocks of the model if that is as good: equal layers are solved
+    once. Else they minimise the largest number of bytes at a cut, then the sum of bytes, then the
+    variance of the layers' FLOPs. No layer has more than (1 + `EXCESS`) times the average FLOPs
+    (more if single ops force it), nor, if that is possible, less than `LEAST` times it.
 
     Raises:
         PlanError: there are fewer ops than layers.
@@ -146,7 +151,8 @@ def cluster_layers(step: StepGraph, num_layers: int | None = None) -> tuple[int,
     flops = np.array([op_flops(op.call) for op in step.ops], dtype=float)
     bytes_at = boundary_bytes(step)
     found = best_cuts(bytes_at, flops, num_layers, LEAST) or best_cuts(bytes_at, flops, num_layers)
-    assert found is not None  # without a least size there is always a way
+    # Without a least size there is always a way.
+    assert found is not None
     blocks = _between_blocks(step, flops, num_layers) if num_layers == usual else None
     if blocks is None or max(bytes_at[list(blocks[1:-1])]) > SAME_BYTES * max(
         bytes_at[list(found[1:-1])], default=0
@@ -156,13 +162,15 @@ def cluster_layers(step: StepGraph, num_layers: int | None = None) -> tuple[int,
 
 
 def _between_blocks(step: StepGraph, flops: np.ndarray, num_layers: int) -> tuple[int, ...] | None:
-    """Cuts between runs of equally many blocks, what follows the last one apart where it is as much
-    work as half a
-    layer; None where the model is not made of blocks one after the other, or these are too
-    unequal."""
+    """Return cuts between runs of equally many blocks; None if the model is not a sequence of
+    blocks, or these are too unequal.
+
+    The ops after the last block are a layer of their own if they are as much work as half a layer.
+    """
     starts: list[int] = []
     seen: list[tuple[str, int]] = []
-    end = 0  # of the last block
+    # Of the last block.
+    end = 0
     for index, op in enumerate(step.ops):
         if (block := _block(op.module)) is not None:
             if not seen or block != seen[-1]:
@@ -180,8 +188,8 @@ def _between_blocks(step: StepGraph, flops: np.ndarray, num_layers: int) -> tupl
 
 
 def boundary_bytes(step: StepGraph, with_gradients: bool = False) -> np.ndarray:
-    """[position]: bytes of the values (and their gradients) that cross a cut before op `position`;
-    0 at both ends.
+    """Return [position] the bytes of the values (and their gradients) that cross a cut before op
+    `position`; 0 at both ends.
     """
     change = np.zeros(len(step.ops) + 2)
     last = step.last_readers
@@ -198,12 +206,16 @@ def boundary_bytes(step: StepGraph, with_gradients: bool = False) -> np.ndarray:
 def best_cuts(
     bytes_at: np.ndarray, flops: np.ndarray, num_layers: int, least: float = 0.0
 ) -> tuple[int, ...] | None:
-    """The optimal cuts by bytes per position [n + 1] and FLOPs per op [n]; None without layers >=
-    `least` x mean.
+    """Return the optimal cuts; None if there are none whose layers all have at least `least` times
+    the mean FLOPs.
 
-    The smallest largest cut is found by bisection (a greedy walk, or the DP where there is a least
-    size, tells whether a threshold is feasible), ties by a DP over the positions below it,
-    O(num_layers * positions * window).
+    The smallest largest cut is found by bisection: a greedy walk (or the DP, if there is a least
+    size) decides whether a threshold is feasible. Ties are decided by a DP over the positions below
+    it, O(num_layers * positions * window).
+
+    Args:
+        bytes_at: [number of ops + 1] bytes at each position.
+        flops: [number of ops]
     """
     n = len(flops)
     prefix = np.concatenate([[0.0], np.cumsum(flops)])
@@ -213,7 +225,8 @@ def best_cuts(
     inner = np.arange(1, n)
     inner = inner[(prefix[inner] >= floor) & (prefix[-1] - prefix[inner] >= floor)]
     while _fewest_layers(prefix, inner, limit + slack, n) > num_layers:
-        limit *= 1.1  # single ops are larger than that
+        # Single ops are larger than that.
+        limit *= 1.1
     thresholds = np.unique(bytes_at[inner])
 
     def tied(threshold: float) -> tuple[int, ...] | None:
@@ -236,8 +249,8 @@ def best_cuts(
 
 
 def default_num_layers(step: StepGraph) -> int:
-    """One layer per repeated block of the module (`blocks.0`, `blocks.1`, ...), or a plain number
-    without such.
+    """Return the number of repeated blocks of the module (`blocks.0`, `blocks.1`, ...), or a
+    constant if there are none.
     """
     work: dict[tuple[str, int] | None, float] = defaultdict(float)
     for op in step.ops:
@@ -246,17 +259,19 @@ def default_num_layers(step: StepGraph) -> int:
     repeated = sum(work[block] for block in blocks) > 0.5 * sum(work.values())
     has_blocks = repeated and len(blocks) > 1
     count = len(blocks) if has_blocks else PLAIN_LAYERS
-    count = -(-count // -(-count // MAX_LAYERS))  # several blocks a layer where there are many
+    # Several blocks a layer where there are many.
+    count = -(-count // -(-count // MAX_LAYERS))
     return max(1, min(count, sum(op_flops(op.call) > 0 for op in step.ops)))
 
 
 def span_name(step: StepGraph, first: int, last: int) -> str:
-    """The modules of ops [first, last) for display: `embed, blocks.0-blocks.3`; `conv1 to layer2.0`
-    where many.
+    """Return the modules of ops [first, last) for display: `embed, blocks.0-blocks.3`; `conv1 to
+    layer2.0` if there are many.
 
     Numbered modules of one list are named by the first and the last.
     """
-    runs: list[list[str]] = []  # each the modules of one list, or a single one
+    # Each the modules of one list, or a single one.
+    runs: list[list[str]] = []
     owners: list[str | None] = []
     for module in dict.fromkeys(op.module for op in step.ops[first:last] if op.module):
         block = _block(module)
@@ -266,7 +281,8 @@ def span_name(step: StepGraph, first: int, last: int) -> str:
         elif [name] not in runs:
             runs.append([name])
             owners.append(owner)
-    if not runs:  # ops of the LightningModule itself
+    # Ops of the LightningModule itself.
+    if not runs:
         return (
             step.ops[first].name
             if last == first + 1
@@ -281,7 +297,9 @@ def span_name(step: StepGraph, first: int, last: int) -> str:
 
 
 def _block(module: str) -> tuple[str, int] | None:
-    """`blocks.3.attn.qkv` -> (`blocks`, 3); None outside of numbered modules."""
+    """Return the list and the number of a module, `blocks.3.attn.qkv` -> (`blocks`, 3); None
+    outside of numbered modules.
+    """
     parts = module.split(".")
     for depth, part in enumerate(parts):
         if part.isdigit():
@@ -290,8 +308,8 @@ def _block(module: str) -> tuple[str, int] | None:
 
 
 def _fewest_layers(prefix: np.ndarray, allowed: np.ndarray, limit: float, n: int) -> float:
-    """Layers that a greedy walk needs when cuts are at `allowed` only; inf where one layer exceeds
-    the limit.
+    """Return the number of layers of a greedy walk whose cuts are among `allowed`; inf if one layer
+    exceeds the limit.
     """
     ends = np.append(allowed, n)
     work = prefix[ends]
@@ -312,17 +330,19 @@ def _tied_cuts(
     num_layers: int,
     sizes: tuple[float, float],
 ) -> tuple[int, ...] | None:
-    """Of all ways to take `num_layers` steps over `points`, each within `FLOPs` (least, most),
-    the least sum of
-    bytes, then of squared FLOPs; None: there is none."""
+    """Return the cuts with the least sum of bytes, then of squared FLOPs, of all ways to take
+    `num_layers` steps over `points`; None if there is none.
+
+    Args:
+        sizes: (least, most) FLOPs of a step.
+    """
     m = len(points)
     work, weight = prefix[points], bytes_at[points]
     weight[0] = 0.0
     start = np.searchsorted(work, work - sizes[1], side="left")
     width = int((np.arange(m) - start).max())
-    before = (
-        np.arange(m)[:, None] - np.arange(1, width + 1)[None, :]
-    )  # [end, candidates for the layer's start]
+    # [end, candidates for the layer's start]
+    before = np.arange(m)[:, None] - np.arange(1, width + 1)[None, :]
     valid = before >= start[:, None]
     before = np.maximum(before, 0)
     valid &= work[:, None] - work[before] >= sizes[0]

@@ -40,14 +40,16 @@ from alpa_strategy.sharding.strategies import is_random
 
 @dataclass(frozen=True)
 class TransferLayouts:
-    """The layouts behind a Transfer's indices: of value `value`, rows `sources`, columns
-    `targets`.
+    """The layouts of a transfer's indices: of value `value`, `sources` are the rows of its tables
+    and `targets` the columns.
     """
 
     value: int
     sources: tuple[DualLayout, ...]
     targets: tuple[DualLayout, ...]
-    hidden: np.ndarray  # seconds [source, target] of the forward that run beside products
+
+    # Seconds [source, target] of the forward that run beside products.
+    hidden: np.ndarray
 
     @property
     def equal(self) -> np.ndarray:
@@ -60,9 +62,7 @@ class TransferLayouts:
 
 @dataclass(frozen=True)
 class BoundaryChoice:
-    """The choice that stands for a received or sent value: index in `problem.choices`, and its
-    layouts.
-    """
+    """The choice of a received or sent value: its index in `problem.choices`, and its layouts."""
 
     choice: int
     layouts: tuple[DualLayout, ...]
@@ -70,7 +70,7 @@ class BoundaryChoice:
 
 @dataclass(frozen=True)
 class IntraOp:
-    """A problem with what is needed to read its solution back."""
+    """A problem, and all that is needed to read its solution back."""
 
     step: StepGraph
     tables: "OptionTables"
@@ -82,15 +82,17 @@ class IntraOp:
     # received, sent: the choices of a stage's boundary values
     received: dict[int, BoundaryChoice] = field(default_factory=dict)
     sent: dict[int, BoundaryChoice] = field(default_factory=dict)
-    unrestricted: Problem | None = None  # without pins and penalties, where `problem` has them
-    per_step: PerStep = field(
-        default_factory=PerStep
-    )  # what a stage does once for all of its micro-batches
+
+    # Without pins and penalties, where `problem` has them.
+    unrestricted: Problem | None = None
+
+    # What a stage does once for all of its micro-batches.
+    per_step: PerStep = field(default_factory=PerStep)
     # op -> the first of its strategies that run it again in the backward (`memory_choices.py`)
     recomputes: Mapping[int, int] = field(default_factory=dict)
-    stores: Mapping[int, int] = field(
-        default_factory=dict
-    )  # that keep its result in host memory, behind them
+
+    # That keep its result in host memory, behind them.
+    stores: Mapping[int, int] = field(default_factory=dict)
 
     @property
     def mesh(self) -> LogicalMesh:
@@ -98,7 +100,7 @@ class IntraOp:
         return self.tables.mesh
 
     def savers(self, value: int) -> list[int]:
-        """Ops whose backward keeps what they read of a value."""
+        """Return the ops whose backward saves what they read of a value."""
         return [
             op
             for op, position in self.step.consumers.get(value, ())
@@ -106,7 +108,11 @@ class IntraOp:
         ]
 
     def with_costs(self, more: Mapping[int, np.ndarray]) -> "IntraOp":
-        """The same with seconds added to what is minimised: choice -> [strategy]."""
+        """Return this problem with seconds added to its objective.
+
+        Args:
+            more: choice -> [strategy] seconds.
+        """
         choices = list(self.problem.choices)
         for index, seconds in more.items():
             choices[index] = replace(choices[index], cost=choices[index].cost + seconds)
@@ -115,8 +121,8 @@ class IntraOp:
 
     @cached_property
     def gathered_again(self) -> frozenset[int]:
-        """Values that are not kept where they are gathered for use: parameters, and what is made of
-        them per step.
+        """Values that are not saved in the layout in which they are gathered for use: parameters,
+        and values made of them once per step.
         """
         return self.per_step.values.union(
             (p.value for p in self.step.parameters), casts_of_parameters(self.step)
@@ -125,16 +131,17 @@ class IntraOp:
 
 @dataclass(frozen=True)
 class TransferTables:
-    """What a value's transfer has in common with those of values like it.
+    """The tables that a value's transfer shares with those of equal values.
 
     Attributes:
-        source, asked: indices of layouts by strategy, of what makes it and of each that reads it.
-        sources, targets: the layouts. cost, memory, hidden: [source, target], see `Transfer` and
-            `TransferLayouts`.
+        source: [strategy] index of the layout that the maker gives.
+        required: [reader][strategy] index of the layout that a reader requires.
+        sources, targets: the layouts.
+        cost, memory, hidden: [source, target], see `Transfer` and `TransferLayouts`.
     """
 
     source: np.ndarray
-    asked: tuple[np.ndarray, ...]
+    required: tuple[np.ndarray, ...]
     sources: tuple[DualLayout, ...]
     targets: tuple[DualLayout, ...]
     cost: np.ndarray
@@ -143,7 +150,7 @@ class TransferTables:
 
 
 class OptionTables:
-    """Options per op call and per parameter shape on one mesh, worked out once for all layers that
+    """Options per op call and per parameter shape on one mesh, computed once for all layers that
     share them.
     """
 
@@ -165,13 +172,13 @@ class OptionTables:
         self._transfers: dict[tuple, tuple[tuple, TransferTables]] = {}
 
     def op(self, call: OpCall) -> OpOptions:
-        """The strategies of an op."""
+        """Return the strategies of an op."""
         if call not in self._ops:
             self._ops[call] = op_options(call, self.mesh, self.costs)
         return self._ops[call]
 
     def repeated_op(self, call: OpCall) -> OpOptions:
-        """Its first strategy alone, which repeats it on every device."""
+        """Return only the first strategy of an op, which repeats it on every device."""
         if call not in self._repeated:
             self._repeated[call] = picked(self.op(call), [0])
         return self._repeated[call]
@@ -179,20 +186,23 @@ class OptionTables:
     def without_parameters(
         self, options: OpOptions, metas: tuple[TensorMeta | None, ...]
     ) -> OpOptions:
-        """See `options.without_parameters`: equal arguments give the same object."""
+        """Return `options.without_parameters`: equal arguments give the same object."""
         key = id(options), metas
         if key not in self._resident:
             self._resident[key] = options, without_parameters(options, metas, self.mesh)
         return self._resident[key][1]
 
     def layouts(self, options: OpOptions, is_input: bool, position: int) -> tuple[DualLayout, ...]:
-        """By strategy, the layout of an op's operand or result: equal arguments give the same
-        object.
+        """Return, per strategy, the layout of an op's operand or result: equal arguments give the
+        same object.
         """
         key = id(options), is_input, position
         if key not in self._layouts:
-            every = options.inputs if is_input else options.outputs
-            self._layouts[key] = options, tuple(each[position] for each in every)
+            by_strategy = options.inputs if is_input else options.outputs
+            self._layouts[key] = (
+                options,
+                tuple(layouts_of_strategy[position] for layouts_of_strategy in by_strategy),
+            )
         return self._layouts[key][1]
 
     def transfer(
@@ -201,12 +211,13 @@ class OptionTables:
         more: tuple,
         compute: Callable[[], "TransferTables"],
     ) -> "TransferTables":
-        """The tables of a value's transfer, computed once for all values with the same ends.
+        """Return the tables of a value's transfer, computed once for all values with the same ends.
 
         Args:
-            ends: layouts by strategy of what makes it and of each that reads it, objects that are
-                the same for equal ops (`layouts`), so that they stand for the ops' costs, too.
-            more: what else the tables depend on.
+            ends: per strategy, the layouts of the maker and of each reader. Equal ops have the same
+                objects (`layouts`), so these stand for the ops' costs as well.
+            more: all else that the tables depend on.
+            compute: makes the tables.
         """
         key = tuple(map(id, ends)), more
         if key not in self._transfers:
@@ -214,20 +225,31 @@ class OptionTables:
         return self._transfers[key][1]
 
     def parameter(
-        self, given: ParameterInput, step: StepGraph, on_host: bool = False
+        self, parameter_input: ParameterInput, step: StepGraph, on_host: bool = False
     ) -> ParameterOptions:
-        """The ways to store a parameter of the step, on the device or in host memory."""
-        key = given.meta, given.num_segments, step.dtypes_read[given.name], on_host
+        """Return the ways to store a parameter of the step, on the device or in host memory."""
+        key = (
+            parameter_input.meta,
+            parameter_input.num_segments,
+            step.dtypes_read[parameter_input.name],
+            on_host,
+        )
         if key not in self._parameters:
             self._parameters[key] = parameter_options(
-                given, key[2], self.mesh, self.costs, self.optimizer, self.steps_per_update, on_host
+                parameter_input,
+                key[2],
+                self.mesh,
+                self.costs,
+                self.optimizer,
+                self.steps_per_update,
+                on_host,
             )
         return self._parameters[key]
 
 
 def batch_layout(step: StepGraph, batch_dim: int | None, num_axes: int) -> DualLayout:
-    """How a batch leaf arrives: every rank has its own rows, or the same tensor is on every
-    rank.
+    """Return the layout in which a batch leaf arrives: each rank has its local samples, or all
+    ranks have the same tensor.
     """
     own_rows = step.batch_scope == "rank" and batch_dim == 0
     return (shard(0) if own_rows else INVARIANT,) * num_axes
@@ -235,29 +257,29 @@ def batch_layout(step: StepGraph, batch_dim: int | None, num_axes: int) -> DualL
 
 @lru_cache(maxsize=4096)
 def boundary_layouts(meta: TensorMeta, mesh_shape: tuple[int, ...]) -> tuple[DualLayout, ...]:
-    """How a value may pass from stage to stage: every combination of `R` and `S<d>` whose chunks
-    are all equal.
+    """Return the layouts in which a value may pass between stages: every combination of `R` and
+    `S<d>` whose shards all have the same size.
     """
-    found = []
+    layouts = []
     for layout in product(
         (INVARIANT, *(shard(d) for d in range(len(meta.shape)))), repeat=len(mesh_shape)
     ):
-        left = list(meta.shape)
+        sizes = list(meta.shape)
         for size, placement in zip(mesh_shape, layout, strict=True):
             if placement.shard_dim is not None:
-                chunk, rest = divmod(left[placement.shard_dim], size)
+                chunk, rest = divmod(sizes[placement.shard_dim], size)
                 if rest or not chunk:
                     break
-                left[placement.shard_dim] = chunk
+                sizes[placement.shard_dim] = chunk
         else:
-            found.append(layout)
-    return tuple(found)
+            layouts.append(layout)
+    return tuple(layouts)
 
 
 def build(step: StepGraph, tables: OptionTables) -> IntraOp:
-    """The problem of `step` on `tables.mesh`, unrestricted (see `restrict.py` for pins).
+    """Return the problem of `step` on `tables.mesh`, unrestricted (see `restrict.py` for pins).
 
-    A received value has one of `boundary_layouts`, a sent one must reach one. Both are kept until
+    A received value has one of `boundary_layouts`, a sent one must reach one. Both are stored until
     the backward.
     """
     builder = _Builder(step, tables)
@@ -275,7 +297,7 @@ def build(step: StepGraph, tables: OptionTables) -> IntraOp:
 
 
 class _Builder:
-    """The problem while it grows: first the choices of parameters and ops, then the fixed ones,
+    """The problem under construction: first the choices of parameters and ops, then the fixed ones,
     then the transfers.
     """
 
@@ -286,22 +308,23 @@ class _Builder:
         self._whole = tables.whole
         self.constants = constant_values(step)
         self.parameters = tuple(tables.parameter(p, step) for p in step.parameters)
-        options = (
-            # What all devices make whole has the first strategy alone, which repeats the op.
-            tables.repeated_op(op.call)
-            if self.constants.issuperset(op.results)
-            else tables.op(op.call)
-            for op in step.ops
-        )
+        options = []
+        for op in step.ops:
+            if self.constants.issuperset(op.results):
+                # All devices compute it in full: it has only the first strategy, which repeats the
+                # op.
+                options.append(tables.repeated_op(op.call))
+            else:
+                options.append(tables.op(op.call))
         self.ops = tuple(_with_resident_parameters(step, tuple(options), tables))
         self.choices: list[Choice] = []
         # value -> (the choice that makes it, its layout per strategy)
         self.producers: dict[int, tuple[int, tuple[DualLayout, ...]]] = {}
         self.transfers: list[Transfer] = []
         self.layouts: list[TransferLayouts] = []
-        for given, stored in zip(step.parameters, self.parameters, strict=True):
-            self.producers[given.value] = (
-                self._add(given.name, stored.seconds, stored.num_bytes),
+        for parameter, stored in zip(step.parameters, self.parameters, strict=True):
+            self.producers[parameter.value] = (
+                self._add(parameter.name, stored.seconds, stored.num_bytes),
                 stored.sources,
             )
         for op, run in zip(step.ops, self.ops, strict=True):
@@ -317,7 +340,7 @@ class _Builder:
         return self._add(name, np.zeros(1), np.array([num_bytes]))
 
     def add_inputs(self) -> None:
-        """The batch as it arrives; buffers and constants whole."""
+        """Add the batch as it arrives, and buffers and constants in full."""
         for leaf in self._step.batch:
             layout = batch_layout(self._step, leaf.batch_dim, len(self._mesh.shape))
             num_bytes = local_bytes(leaf.meta, layout, self._mesh.shape)
@@ -325,31 +348,34 @@ class _Builder:
                 self._add_fixed(f"batch[{leaf.leaf}]", num_bytes),
                 (layout,),
             )
-        for given in self._step.constant_inputs:
-            choice = self._add_fixed(f"input{given.value}", given.meta.num_bytes)
-            self.producers[given.value] = choice, (self._whole,)
+        for constant_input in self._step.constant_inputs:
+            choice = self._add_fixed(f"input{constant_input.value}", constant_input.meta.num_bytes)
+            self.producers[constant_input.value] = choice, (self._whole,)
 
     def add_boundary(self, kind: str, value: int) -> BoundaryChoice:
-        """A value that passes between stages, in each of its `boundary_layouts`."""
+        """Add a value that passes between stages, in each of its `boundary_layouts`, and return its
+        choice.
+        """
         layouts = boundary_layouts(self._step.values[value], self._mesh.shape)
-        kept = [
+        saved_bytes = [
             local_bytes(self._step.values[value], layout, self._mesh.shape) for layout in layouts
         ]
         return BoundaryChoice(
-            self._add(f"{kind}{value}", np.zeros(len(layouts)), np.array(kept, dtype=float)),
+            self._add(f"{kind}{value}", np.zeros(len(layouts)), np.array(saved_bytes, dtype=float)),
             layouts,
         )
 
     def add_transfers(
         self, received: Mapping[int, BoundaryChoice], sent: Mapping[int, BoundaryChoice]
     ) -> None:
-        """Every value from where it is made to all that read it: ops, the next stages, the step's
-        results.
+        """Add every value's transfer from its maker to all readers: ops, the next stages, the
+        step's results.
         """
         sink = self._add_fixed("output")
         casts = casts_of_parameters(self._step)
         escaping, kept = set(self._step.escaping), kept_values(self._step, self.ops, self.constants)
-        kept_by_maker, held = set(received), set[int]()  # `held`: constants, as they are made
+        # `held`: constants, as they are made
+        kept_by_maker, held = set(received), set[int]()
         for op, options in zip(self._step.ops, self.ops, strict=True):
             if not options.saved.fuses:
                 kept_by_maker.update(
@@ -377,7 +403,8 @@ class _Builder:
             if is_whole and saved:
                 held.add(self._memory_of(value))
             if not asks or is_whole:
-                continue  # whole on every device: each takes its part for nothing
+                # Whole on every device: each takes its part for nothing.
+                continue
             # Received values are kept as they came until the backward has run, results that their
             # own op keeps (of a ReLU) as they were made, and others are recomputed so: using them
             # as they are needs no other copy.
@@ -385,15 +412,14 @@ class _Builder:
             transfer, layouts = self._transfer(value, asks, saved, is_there, value in casts)
             self.transfers.append(transfer)
             self.layouts.append(layouts)
-        for value in (
-            held & self._step.makers.keys()
-        ):  # others are inputs, which are there in any case
+        # Others are inputs, which are there in any case.
+        for value in held & self._step.makers.keys():
             choice = self.producers[value][0]
             memory = self.choices[choice].memory + self._step.values[value].num_bytes
             self.choices[choice] = replace(self.choices[choice], memory=memory)
 
     def _memory_of(self, value: int) -> int:
-        """The value whose memory `value` is a view of."""
+        """Return the value whose memory `value` is a view of."""
         while value in self._step.makers and is_view(
             (op := self._step.ops[self._step.makers[value]]).call
         ):
@@ -408,27 +434,27 @@ class _Builder:
         is_there: bool,
         is_cast: bool,
     ) -> tuple[Transfer, TransferLayouts]:
-        """One value's transfer. Bytes: the copy in the target layout, where a consumer's backward
-        keeps it.
+        """Return one value's transfer. Its bytes are those of the copy in the target layout, if a
+        consumer's backward saves that.
 
         Args:
-            asks: (choice, the layout that it wants per strategy) of everything that reads it.
-            saved: whether a consumer's backward keeps it. is_there: whether it is kept as it is
-                made in any case.
+            asks: (choice, the layout that it requires per strategy) of every reader.
+            saved: whether a consumer's backward saves it.
+            is_there: whether it is stored as it is made in any case.
             is_cast: whether it is a parameter in half precision.
         """
         (producer, produced), meta = self.producers[value], self._step.values[value]
         is_parameter = is_cast or producer < len(self.parameters)
         leaves = value in self._step.escaping, value in self._step.sent
-        ends = (produced, *(asked for _, asked in asks))
-        kept = saved, is_there, is_cast
+        ends = (produced, *(required for _, required in asks))
+        storage = saved, is_there, is_cast
         tables = self._tables.transfer(
             ends,
-            (meta, is_parameter, *leaves, *kept),
-            lambda: self._transfer_tables(value, ends, is_parameter, *kept),
+            (meta, is_parameter, *leaves, *storage),
+            lambda: self._transfer_tables(value, ends, is_parameter, *storage),
         )
         uses = tuple(
-            Use(choice, layout) for (choice, _), layout in zip(asks, tables.asked, strict=True)
+            Use(choice, layout) for (choice, _), layout in zip(asks, tables.required, strict=True)
         )
         transfer = Transfer(f"v{value}", producer, tables.source, uses, tables.cost, tables.memory)
         layouts = TransferLayouts(value, tables.sources, tables.targets, tables.hidden)
@@ -443,14 +469,16 @@ class _Builder:
         is_there: bool,
         is_cast: bool,
     ) -> TransferTables:
-        """See `_transfer`. ends: layouts by strategy, of what makes it and of each that reads
-        it.
+        """Return the tables of a value's transfer. Other arguments: as of `_transfer`.
+
+        Args:
+            ends: per strategy, the layouts of the maker and of each reader.
         """
         meta = self._step.values[value]
         produced, *asks = ends
         # Rows and columns of the table: every layout once, whatever number of strategies has it.
         sources = tuple(dict.fromkeys(produced))
-        targets = tuple(dict.fromkeys(layout for asked in asks for layout in asked))
+        targets = tuple(dict.fromkeys(layout for required in asks for layout in required))
         forward, backward = reshard_table(
             sources, targets, meta.num_bytes, meta.requires_grad, self._mesh
         )
@@ -463,65 +491,65 @@ class _Builder:
             )
             forward, backward = forward - in_forward, backward - in_backward
         layouts = TransferLayouts(value, sources, targets, in_forward)
-        cost = forward + backward  # [source, target]
+        # [source, target]
+        cost = forward + backward
         memory, copies = (
             np.zeros_like(cost),
             [local_bytes(meta, target, self._mesh.shape) for target in targets],
         )
-        if (
-            saved and is_parameter
-        ):  # a gathered parameter is not kept but gathered once more in the backward (ZeRO-3)
+        # A gathered parameter is not kept but gathered once more in the backward (ZeRO-3)
+        if saved and is_parameter:
             cost = np.where(gathers(sources, targets), cost + forward, cost)
-            memory[:] = np.where(
-                layouts.equal & is_cast, copies, 0
-            )  # a cast that is not gathered is kept
+            # A cast that is not gathered is kept.
+            memory[:] = np.where(layouts.equal & is_cast, copies, 0)
         elif saved:
             memory[:] = np.where(layouts.equal & is_there, 0, copies)
         row = {layout: i for i, layout in enumerate(sources)}
         column = {layout: i for i, layout in enumerate(targets)}
         source = np.array([row[layout] for layout in produced])
-        asked = []
-        for each in asks:
-            asked.append(np.array([column[layout] for layout in each]))
-        for shared in (source, *asked, cost, memory, in_forward):
+        required = []
+        for reader in asks:
+            required.append(np.array([column[layout] for layout in reader]))
+        for shared in (source, *required, cost, memory, in_forward):
             shared.flags.writeable = False
-        return TransferTables(source, tuple(asked), sources, targets, cost, memory, in_forward)
+        return TransferTables(source, tuple(required), sources, targets, cost, memory, in_forward)
 
 
 def _with_resident_parameters(
     step: StepGraph, ops: Sequence[OpOptions], tables: OptionTables
 ) -> Iterator[OpOptions]:
-    given = {p.value: p.meta for p in step.parameters}
+    resident = {p.value: p.meta for p in step.parameters}
     for op, options in zip(step.ops, ops, strict=True):
-        metas = tuple(given.get(value) for value in op.operands)
+        metas = tuple(resident.get(value) for value in op.operands)
         if is_plain_view(op.call) and metas[0] is not None:
-            given.update((value, step.values[value]) for value in op.results)
+            resident.update((value, step.values[value]) for value in op.results)
         yield tables.without_parameters(options, metas) if any(metas) else options
 
 
 def constant_values(step: StepGraph) -> frozenset[int]:
-    """Values made of buffers and constants alone: rotary tables, masks, positions.
+    """Return the values computed from buffers and constants alone: rotary tables, masks, positions.
 
-    They are made whole on every device: tiny work, and no layout has to be agreed on.
+    Every device computes them in full: they are little work, and no layout has to be chosen.
     """
-    found = {given.value for given in step.constant_inputs}
+    values = {constant_input.value for constant_input in step.constant_inputs}
     for op in step.ops:
-        if found.issuperset(op.operands) and not is_random(op.call):
-            found.update(op.results)
-    return frozenset(found)
+        if values.issuperset(op.operands) and not is_random(op.call):
+            values.update(op.results)
+    return frozenset(values)
 
 
 def kept_values(step: StepGraph, ops: Sequence[OpOptions], constants: frozenset[int]) -> set[int]:
-    """Values that are kept for the backward: those that an op's backward reads, but for what fused
-    ops make again.
+    """Return the values that are saved for the backward: all that an op's backward reads, except
+    those that fused ops recompute.
 
-    From the last op to the first: results of an op that fuses are not kept where its operands are,
-    or are smaller,
-    unless a product reads them in the backward: they would be written to memory for it. PyTorch's
-    partitioner finds a minimum cut of the same graph, with the same exception.
+    From the last op to the first: results of an op that fuses are not saved if its operands are, or
+    if these are smaller. But results that a matmul reads in the backward are saved: they would be
+    written to memory for it. PyTorch's partitioner takes a minimum cut of the same graph, with the
+    same exception.
     """
-    kept: set[int] = set()
-    written: set[int] = set()  # for products
+    saved: set[int] = set()
+    # for products
+    written: set[int] = set()
     for op, options in zip(step.ops, ops, strict=True):
         read = [
             value for value, keep in zip(op.operands, options.saved.operands, strict=True) if keep
@@ -532,15 +560,15 @@ def kept_values(step: StepGraph, ops: Sequence[OpOptions], constants: frozenset[
             ]
         else:
             written.update(read)
-        kept.update(read)
+        saved.update(read)
     made = {value for op in step.ops for value in op.results} - constants
     for op, options in zip(reversed(step.ops), reversed(ops), strict=True):
-        results = kept.intersection(op.results) - written
+        results = saved.intersection(op.results) - written
         if not options.saved.fuses or not results:
             continue
-        more = {value for value in op.operands if value in made} - kept
+        more = {value for value in op.operands if value in made} - saved
         spared = sum(step.values[value].num_bytes for value in results)
         added = sum(step.values[value].num_bytes for value in more)
         if added < spared or (added == spared and is_plain_view(op.call)):
-            kept = (kept - results) | more
-    return kept
+            saved = (saved - results) | more
+    return saved

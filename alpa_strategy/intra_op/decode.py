@@ -1,5 +1,5 @@
-"""Reads a solved intra-op problem back: strategies, parameter plans, collectives, parts of its time
-and memory.
+"""Reads a solved intra-op problem back: strategies, parameter plans, collectives, seconds and
+bytes.
 """
 
 from collections import defaultdict
@@ -24,13 +24,14 @@ from alpa_strategy.ir.placement import DualLayout
 from alpa_strategy.ir.plan import Collective, Predicted, StagePlan
 from alpa_strategy.sharding.redistribute import reshard_steps
 
-BLOCK_BYTES = 100 * 2**20  # of the parameters of a block, the usual unit of FSDP: 50 to 400 MB
+# Of the parameters of a block, the usual unit of FSDP: 50 to 400 MB.
+BLOCK_BYTES = 100 * 2**20
 
 
 def decode(
     intra: IntraOp, assignment: Sequence[int], submesh: tuple[int, int], predicted: Predicted
 ) -> StagePlan:
-    """The stage that an assignment (strategy index per choice of `intra.problem`) stands for."""
+    """Return the stage plan of an assignment (strategy index per choice of `intra.problem`)."""
     step, of_ops = intra.step, assignment[len(intra.parameters) :]
     plans = {
         p.name: options.plans[k]
@@ -50,11 +51,12 @@ def decode(
         shapes={p.name: tuple(p.module_shape or p.meta.shape) for p in step.parameters},
         predicted=predicted,
         received={
-            value: given.layouts[assignment[given.choice]]
-            for value, given in intra.received.items()
+            value: boundary.layouts[assignment[boundary.choice]]
+            for value, boundary in intra.received.items()
         },
         sent={
-            value: given.layouts[assignment[given.choice]] for value, given in intra.sent.items()
+            value: boundary.layouts[assignment[boundary.choice]]
+            for value, boundary in intra.sent.items()
         },
         recomputed=recomputed(intra, assignment),
         stored=tuple(step.ops[i].name for i in stored(intra, assignment)),
@@ -63,32 +65,33 @@ def decode(
 
 
 def _num_chunks(intra: IntraOp, assignment: Sequence[int]) -> dict[str, int]:
-    """`StagePlan.num_chunks` of an assignment."""
-    found: dict[str, int] = {}
+    """Return `StagePlan.num_chunks` of an assignment."""
+    chunks_of_matmul: dict[str, int] = {}
     for _, value, source, targets in (
         used_transfers(intra, assignment) if intra.mesh.overlap else ()
     ):
         making = float(making_seconds(intra.step, intra.ops, value, (source,))[0])
         parts = best_parts(making, intra.step.values[value], source, targets[0], intra.mesh)
         if parts > 1:
-            found[intra.step.ops[intra.step.makers[value]].name] = parts
-    return found
+            chunks_of_matmul[intra.step.ops[intra.step.makers[value]].name] = parts
+    return chunks_of_matmul
 
 
 def used_transfers(
     intra: IntraOp, assignment: Sequence[int]
 ) -> Iterator[tuple[int, int, DualLayout, tuple[DualLayout, ...]]]:
-    """Per transfer: (first op that asks, value, source layout, the distinct target layouts that are
-    asked for).
+    """Yield, per transfer, (first op that reads it, value, source layout, the distinct target
+    layouts).
 
-    No op asks first for what only leaves the stage: the number is then larger than any op's.
+    For a value that only leaves the stage, the first is a number larger than any op's.
     """
     for transfer, layouts in zip(intra.problem.transfers, intra.transfers, strict=True):
         source = layouts.sources[transfer.source[assignment[transfer.producer]]]
         targets = dict.fromkeys(
             layouts.targets[int(use.layout[assignment[use.choice]])] for use in transfer.uses
         )
-        first = transfer.uses[0].choice - len(intra.parameters)  # uses are in the order of the ops
+        # Uses are in the order of the ops.
+        first = transfer.uses[0].choice - len(intra.parameters)
         yield first, layouts.value, source, tuple(targets)
 
 
@@ -104,19 +107,21 @@ class Message:
     of_parameter: bool = False
 
     def seconds(self, intra: IntraOp) -> float:
-        """What it takes alone."""
+        """Return the seconds of the message alone."""
         axis = intra.mesh.axes[self.axis]
         if self.phase == "step":
             return bucketed_seconds(axis, self.kind, self.num_bytes) / intra.tables.steps_per_update
         return axis.seconds(self.kind, self.num_bytes)
 
     def seconds_together(self, intra: IntraOp) -> float:
-        """What it takes as a part of what is gathered or reduced at once for a block."""
+        """Return the seconds of the message as a share of all that is gathered or reduced at once
+        for a block.
+        """
         return bucketed_seconds(intra.mesh.axes[self.axis], self.kind, self.num_bytes, BLOCK_BYTES)
 
 
 def collectives(intra: IntraOp, assignment: Sequence[int]) -> tuple[Collective, ...]:
-    """Everything that the assignment communicates per step, summed by kind, mesh axis and phase."""
+    """Return all collectives of an assignment per step, summed by kind, mesh axis and phase."""
     totals: dict[tuple[str, int, str], list[float]] = defaultdict(lambda: [0, 0, 0.0])
     for message in messages(intra, assignment):
         entry = totals[message.kind, message.axis, message.phase]
@@ -130,43 +135,41 @@ def collectives(intra: IntraOp, assignment: Sequence[int]) -> tuple[Collective, 
 
 
 def messages(intra: IntraOp, assignment: Sequence[int]) -> Iterator[Message]:
-    """Everything that the assignment communicates per step, one by one."""
+    """Yield all collectives of an assignment per step, one by one."""
     step, mesh = intra.step, intra.mesh
     # ZeRO-3 keeps no gathered copy: what a backward needs is gathered once more there, for an op's
     # second run as well.
     runs_again = set(recomputed(intra, assignment))
-    saved, again = set[int](), set[int]()
+    saved, recomputed_values = set[int](), set[int]()
     for op, options in zip(step.ops, intra.ops, strict=True):
         saved.update(
             value for value, keep in zip(op.operands, options.saved.operands, strict=True) if keep
         )
-        again.update(op.operands if op.name in runs_again else ())
+        recomputed_values.update(op.operands if op.name in runs_again else ())
     for first, value, source, targets in used_transfers(intra, assignment):
-        meta, own, once = (
-            step.values[value],
-            value in intra.gathered_again,
-            first in intra.per_step.ops,
-        )
+        meta = step.values[value]
+        is_gathered = value in intra.gathered_again
+        once = first in intra.per_step.ops
         for target in targets:
-            more = (
-                (value in saved) + (value in again)
-                if own and not once and is_gather(source, target)
-                else 0
-            )
+            more = 0
+            if is_gathered and not once and is_gather(source, target):
+                more = (value in saved) + (value in recomputed_values)
             for reshard in reshard_steps(source, target, mesh.shape):
                 for kind, phase in reshard.collectives(meta.requires_grad):
                     num_bytes = round(reshard.share * meta.num_bytes)
-                    if own and phase == "backward":
+                    if is_gathered and phase == "backward":
                         num_bytes = _gradient_bytes(intra, kind, num_bytes, meta)
                     yield Message(
                         kind,
                         reshard.axis,
                         "step" if once and phase == "forward" else phase,
                         num_bytes,
-                        own,
+                        is_gathered,
                     )
                     if phase == "forward":
-                        yield from [Message(kind, reshard.axis, "backward", num_bytes, own)] * more
+                        yield from [
+                            Message(kind, reshard.axis, "backward", num_bytes, is_gathered)
+                        ] * more
     for i, options in enumerate(intra.ops):
         once = i in intra.per_step.ops
         for axis, strategy in enumerate(options.strategies[assignment[len(intra.parameters) + i]]):
@@ -191,7 +194,7 @@ def messages(intra: IntraOp, assignment: Sequence[int]) -> Iterator[Message]:
 
 
 def _gradient_bytes(intra: IntraOp, kind: str, num_bytes: int, meta: TensorMeta) -> int:
-    """Bytes of a parameter's collective, which are a gradient's where it is reduced."""
+    """Return the bytes of a parameter's collective: those of its gradient if that is reduced."""
     itemsize = intra.tables.optimizer.gradient_itemsize
     if itemsize is None or kind not in REDUCTIONS:
         return num_bytes
@@ -199,7 +202,7 @@ def _gradient_bytes(intra: IntraOp, kind: str, num_bytes: int, meta: TensorMeta)
 
 
 def busy_seconds(intra: IntraOp, assignment: Sequence[int]) -> tuple[float, float]:
-    """(of the ops' compute, of the optimizer) of a step that runs each op once."""
+    """Return the seconds of (the ops' computation, the optimizer), if a step runs each op once."""
     of_ops = assignment[len(intra.parameters) :]
     compute = sum(float(o.compute_seconds[k]) for o, k in zip(intra.ops, of_ops, strict=False))
     return compute, sum(
@@ -208,11 +211,12 @@ def busy_seconds(intra: IntraOp, assignment: Sequence[int]) -> tuple[float, floa
 
 
 def working_bytes(intra: IntraOp, assignment: Sequence[int], begins: bool = False) -> float:
-    """Temporary memory on top of what is saved: the largest op with its gradients, gathered
-    parameters beside it.
+    """Return the temporary bytes on top of what is saved: the largest op with its gradients, in
+    addition to gathered parameters.
 
-    begins: gradients are made, not added to others: of parameters that earlier ops alone read there
-    are none yet.
+    Args:
+        begins: gradients are made, not added to earlier ones: parameters that only earlier ops read
+            have none yet.
     """
     of_ops = assignment[len(intra.parameters) :]
     of_op = np.array([float(o.temporary_bytes[k]) for o, k in zip(intra.ops, of_ops, strict=False)])
@@ -221,7 +225,8 @@ def working_bytes(intra: IntraOp, assignment: Sequence[int], begins: bool = Fals
             [float(intra.parameters[p].gradient_bytes[assignment[p]]) for p in read]
             for read in read_last(intra)
         ]
-        of_op -= np.cumsum([sum(sizes) for sizes in made])  # its own are among its gradients
+        # Its own are among its gradients.
+        of_op -= np.cumsum([sum(sizes) for sizes in made])
     largest_op = float(of_op.max(initial=0.0))
     gathered = (
         (intra.step.values[value], target) for _, value, _, target in _gathered(intra, assignment)
@@ -233,21 +238,21 @@ def working_bytes(intra: IntraOp, assignment: Sequence[int], begins: bool = Fals
 
 
 def read_last(intra: IntraOp) -> list[list[int]]:
-    """Of every op, the parameters that no later one reads: the first of their gradients is made by
-    its backward.
+    """Return, per op, the parameters that no later op reads: its backward makes the first of their
+    gradients.
     """
-    found: list[list[int]] = [[] for _ in intra.ops]
-    for index, given in enumerate(intra.step.parameters):
-        if readers := intra.step.consumers.get(given.value, ()):
-            found[max(op for op, _ in readers)].append(index)
-    return found
+    last_read: list[list[int]] = [[] for _ in intra.ops]
+    for index, parameter in enumerate(intra.step.parameters):
+        if readers := intra.step.consumers.get(parameter.value, ()):
+            last_read[max(op for op, _ in readers)].append(index)
+    return last_read
 
 
 def _gathered(
     intra: IntraOp, assignment: Sequence[int]
 ) -> Iterator[tuple[int, int, DualLayout, DualLayout]]:
-    """Of each parameter that is gathered for use: (first op that asks, value, source layout, target
-    layout).
+    """Yield, per parameter that is gathered for use, (first op that reads it, value, source layout,
+    target layout).
     """
     for op, value, source, targets in used_transfers(intra, assignment):
         if value in intra.gathered_again:
@@ -256,64 +261,74 @@ def _gathered(
             )
 
 
-# --- How far ahead of its use a parameter is gathered (ZeRO-3).
+# --- How long before its use a parameter is gathered (ZeRO-3).
 #
-# A gathering that begins when its op is reached holds up the op. One that begins earlier goes on
-# beside other ops, and its parameter is whole for longer. As many bytes are in flight as hide what
-# can be hidden, and as there is room for.
+# A gather that is launched when its op is reached delays the op. One that is launched earlier
+# overlaps with other ops, and its parameter is full for longer. As many bytes are in flight as hide
+# all that can be hidden, and as memory allows.
 
 
-def begun(sizes: Sequence[int], ahead_bytes: int) -> Iterator[int]:
-    """For every gathering, in the order of the program: how many have begun when it is waited for.
+def launched_counts(sizes: Sequence[int], prefetched_bytes: int) -> Iterator[int]:
+    """Yield, per gather in the order of the program, how many gathers are launched when it is
+    waited for.
 
     Args:
-        sizes: bytes of each. ahead_bytes: of those at most that have begun beyond the one that is
-            waited for.
+        sizes: bytes of each.
+        prefetched_bytes: most bytes that are gathered in addition to the one that is waited for.
     """
-    count = under_way = 0
+    count = 0
+    in_flight = 0
     for number, size in enumerate(sizes):
         if count <= number:
-            count, under_way = number + 1, size
-        under_way -= size
-        while count < len(sizes) and under_way + sizes[count] <= ahead_bytes:
-            under_way += sizes[count]
+            count = number + 1
+            in_flight = size
+        in_flight -= size
+        while count < len(sizes) and in_flight + sizes[count] <= prefetched_bytes:
+            in_flight += sizes[count]
             count += 1
         yield count
 
 
 class _Gathering(NamedTuple):
-    """Of a parameter for op number `op` of the stage, its first use in this layout."""
+    """A gather of a parameter for op number `op` of the stage, its first use in this layout."""
 
     op: int
     num_bytes: int
     seconds: float
 
 
-def bytes_ahead(intra: IntraOp, assignment: Sequence[int], room: float) -> int:
-    """`StagePlan.ahead_bytes` of an assignment, at most `room`."""
-    gatherings = sorted(_gatherings(intra, assignment), key=lambda each: each.op)
+def bytes_ahead(intra: IntraOp, assignment: Sequence[int], headroom: float) -> int:
+    """Return `StagePlan.prefetched_bytes` of an assignment, at most `headroom`."""
+    gatherings = sorted(_gatherings(intra, assignment), key=lambda gathering: gathering.op)
     of_ops = zip(intra.ops, assignment[len(intra.parameters) :], strict=False)
     before = np.cumsum([0.0, *(float(options.forward_seconds[k]) for options, k in of_ops)])
-    sizes = [each.num_bytes for each in gatherings]
+
+    sizes = [gathering.num_bytes for gathering in gatherings]
     largest = max(sizes, default=1)
     doubled = (largest << k for k in range((sum(sizes) // largest).bit_length()))
-    tried = [0, *(size for size in doubled if size <= room)]
-    seconds = [_forward_seconds(gatherings, before, each) for each in tried]
-    # What gains less than 0.5 % is not worth twice the memory.
+    tried = [0, *(size for size in doubled if size <= headroom)]
+    seconds = [_forward_seconds(gatherings, before, num_bytes) for num_bytes in tried]
+    # A gain of less than 0.5 % is not worth twice the memory.
+    enough = 1.005 * min(seconds)
     return next(
-        each for each, taken in zip(tried, seconds, strict=True) if taken <= 1.005 * min(seconds)
+        num_bytes for num_bytes, taken in zip(tried, seconds, strict=True) if taken <= enough
     )
 
 
 def _forward_seconds(
-    gatherings: Sequence[_Gathering], before: np.ndarray, ahead_bytes: int
+    gatherings: Sequence[_Gathering], before: np.ndarray, prefetched_bytes: int
 ) -> float:
-    """Of a forward whose links do one gathering after the other. before: [ops + 1] seconds of the
-    ops up to each.
+    """Return the seconds of a forward whose links execute one gather after the other.
+
+    Args:
+        before: [ops + 1] seconds of the ops up to each.
     """
-    waited = link = 0.0
+    waited = 0.0
+    # When the links are free.
+    link = 0.0
     ends: list[float] = []
-    for number, count in enumerate(begun([each.num_bytes for each in gatherings], ahead_bytes)):
+    sizes = [gathering.num_bytes for gathering in gatherings]
+    for number, count in enumerate(launched_counts(sizes, prefetched_bytes)):
         now = before[gatherings[number].op] + waited
         while len(ends) < count:
             link = max(link, now) + gatherings[len(ends)].seconds

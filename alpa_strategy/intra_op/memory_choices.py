@@ -215,7 +215,7 @@ class _AddedStrategies:
         seconds: Mapping[int, np.ndarray],
         gather_seconds: Mapping[int, np.ndarray],
     ) -> "_AddedStrategies":
-        """Copies of `strategies`, and of all strategies of views of their results."""
+        """Return copies of `strategies`, and of all strategies of views of their results."""
         views = _views(intra, strategies)
         view_seconds = {index: np.zeros(len(copied)) for index, copied in views.items()}
         offset = len(intra.parameters)

@@ -1,4 +1,4 @@
-"""What each parameter and op may choose on one logical mesh, with its cost in seconds and bytes.
+"""The options of each parameter and op on one logical mesh, with their costs in seconds and bytes.
 
 Everything here depends only on an op's `OpCall` or a parameter's metadata, so identical layers
 share it.
@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from itertools import product
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -25,140 +25,164 @@ from alpa_strategy.ir.plan import ParameterMode, ParameterPlan, Storage
 from alpa_strategy.options import BUCKET_BYTES
 from alpa_strategy.sharding.strategies import RING, localize, op_strategies, priced_call, ring_bytes
 
-REDUCTIONS = ("all_reduce", "reduce_scatter")  # collectives of gradients
-BESIDE_BACKWARD = (
-    0.99  # of a message's own price: how much is hidden is not known, so this only decides ties
-)
+# Collectives of gradients.
+REDUCTIONS = ("all_reduce", "reduce_scatter")
+
+# Price of a message that overlaps with the backward, as a share of its own. How much of it is
+# hidden is not known, so this only decides ties.
+BESIDE_BACKWARD = 0.99
 
 
 @dataclass(frozen=True)
 class ParameterOptions:
     """The ways to store one parameter; all arrays and tuples are indexed by option."""
 
-    plans: tuple[ParameterPlan, ...]  # modes per mesh axis
-    sources: tuple[DualLayout, ...]  # the dual layout that its uses start from
-    # once-per-step collectives and optimizer; of a problem with `with_offload`, all of the
-    # following too
+    # One storage mode per mesh axis.
+    plans: tuple[ParameterPlan, ...]
+
+    # The dual layout that the parameter's uses start from.
+    sources: tuple[DualLayout, ...]
+
+    # Seconds of the once-per-step collectives and the optimizer. In a problem with
+    # `with_offload`, also those of the transfers below.
     seconds: np.ndarray
-    num_bytes: np.ndarray  # parameter, gradient, optimizer state and gathered copies
-    gradient_bytes: np.ndarray  # the stored gradient's part of it
-    # fetch_seconds, return_seconds: from host memory for a use, and of a gradient back; each
-    # micro-batch
+
+    # Bytes of parameter, gradient, optimizer state and gathered copies.
+    num_bytes: np.ndarray
+
+    # The stored gradient's share of `num_bytes`.
+    gradient_bytes: np.ndarray
+
+    # Seconds per micro-batch to fetch the parameter from host memory for a use, and to return a
+    # gradient there.
     fetch_seconds: np.ndarray
     return_seconds: np.ndarray
-    backward_seconds: np.ndarray  # of both, the backward's part
+
+    # The backward's share of these two.
+    backward_seconds: np.ndarray
+
     host_bytes: np.ndarray
-    update_seconds: np.ndarray  # the optimizer's part of `seconds`
+
+    # The optimizer's share of `seconds`.
+    update_seconds: np.ndarray
 
 
 @dataclass(frozen=True)
 class OpOptions:
-    """The strategies of one op."""
+    """The strategies of one op; all arrays and tuples but `saved` are indexed by option."""
 
-    strategies: tuple[tuple[AxisStrategy, ...], ...]  # one AxisStrategy per mesh axis, per option
-    # inputs, outputs: dual layout per operand or result, per option
+    # One AxisStrategy per mesh axis.
+    strategies: tuple[tuple[AxisStrategy, ...], ...]
+
+    # Dual layouts of the operands and of the results.
     inputs: tuple[tuple[DualLayout, ...], ...]
     outputs: tuple[tuple[DualLayout, ...], ...]
+
+    # Which of the op's operands and results autograd saves for the backward.
     saved: Saved
-    # compute_seconds, comm_seconds: compute (forward and backward), and the collectives inside
-    # implementations
+
+    # Seconds of computation, forward and backward.
     compute_seconds: np.ndarray
+
+    # Seconds of the collectives inside implementations.
     comm_seconds: np.ndarray
-    num_bytes: np.ndarray  # what autograd keeps besides operands: masks, statistics, saved results
-    # temporary memory: of the forward, operands and results that are not kept; of the backward,
-    # gradients of both
+
+    # Bytes that autograd saves in addition to operands: masks, statistics, saved results.
+    num_bytes: np.ndarray
+
+    # Temporary bytes of the forward: operands and results that are not saved.
     forward_bytes: np.ndarray
+
+    # Temporary bytes of the backward: the gradients of both.
     backward_bytes: np.ndarray
-    forward_seconds: (
-        np.ndarray
-    )  # the forward's part of compute and collectives (what recomputation repeats)
+
+    # The forward's share of computation and collectives, which recomputation repeats.
+    forward_seconds: np.ndarray
 
     @property
     def temporary_bytes(self) -> np.ndarray:
-        """The largest temporary memory of an option."""
+        """The largest temporary memory of each option."""
         return np.maximum(self.forward_bytes, self.backward_bytes)
 
 
 @lru_cache(maxsize=1 << 16)
 def local_bytes(meta: TensorMeta, layout: DualLayout, mesh_shape: tuple[int, ...]) -> int:
-    """Bytes of the largest local piece of a value in `layout` (device 0 holds the largest
-    chunk).
-    """
+    """Return the bytes of the largest shard of a value in `layout`: that of device 0."""
     origin = (0,) * len(mesh_shape)
-    return meta.with_shape(
-        value_layout(layout).local_shape(meta.shape, mesh_shape, origin)
-    ).num_bytes
+    shape = value_layout(layout).local_shape(meta.shape, mesh_shape, origin)
+    return meta.with_shape(shape).num_bytes
 
 
 def parameter_modes(meta: TensorMeta, axis_size: int, num_segments: int) -> list[ParameterMode]:
-    """Modes of one parameter on one mesh axis. Dims shorter than the axis are not sharded, nor is
-    the segments' dim.
+    """Return the storage modes of one parameter on one mesh axis.
+
+    Dims shorter than the axis are not sharded, nor is the dim of the segments.
     """
-    dims = [
-        d
-        for d, size in enumerate(meta.shape)
-        if size >= axis_size and not (num_segments > 1 and d == 0)
-    ]
-    shards = [ParameterMode.parse(f"S{d}") for d in dims]
-    invariant, replicate = map(ParameterMode.parse, ("R", "R*"))
+    first_dim = 1 if num_segments > 1 else 0
+    dims = [dim for dim in range(first_dim, len(meta.shape)) if meta.shape[dim] >= axis_size]
+    shards = [ParameterMode.parse(f"S{dim}") for dim in dims]
+    invariant = ParameterMode.parse("R")
     if not meta.requires_grad:
         return [invariant, *shards]
-    # Gathering once per step costs the same whichever dim is cut evenly, so the first such stands
-    # for all of them.
-    even_first = sorted(dims, key=lambda d: (meta.shape[d] % axis_size != 0, d))
-    return [replicate, invariant, *shards, *[ParameterMode.parse(f"G{d}") for d in even_first[:1]]]
+
+    # Gathering once per step costs the same for all dims that are split evenly, so the first such
+    # dim stands for all.
+    even_first = sorted(dims, key=lambda dim: (meta.shape[dim] % axis_size != 0, dim))
+    gathered = [ParameterMode.parse(f"G{dim}") for dim in even_first[:1]]
+    return [ParameterMode.parse("R*"), invariant, *shards, *gathered]
 
 
 def step_collectives_of(
     plan: ParameterPlan, meta: TensorMeta, read: torch.dtype, mesh_shape: tuple[int, ...]
 ) -> list[tuple[str, int, int]]:
-    """(kind, mesh axis, bytes of the full tensor on the axis) of a parameter's once-per-step
+    """Return (kind, mesh axis, bytes of the full tensor on the axis) of a parameter's once-per-step
     collectives.
 
-    read: what the step takes it in. A copy of it in bfloat16 is gathered, and its gradients are
-    summed, so.
+    Args:
+        read: dtype in which the step uses the parameter. A copy in bfloat16 is gathered in that
+            dtype, and its gradients are summed in it.
     """
-    found: list[tuple[str, int, int]] = []
     num_bytes = local_bytes(meta, plan.step_layout(meta.requires_grad), mesh_shape)
     in_half = num_bytes * read.itemsize // meta.dtype.itemsize
-    is_summed_so = plan.is_gathered_once and read == torch.bfloat16 and not plan.sums_in_fp32
-    gathered, reduced = in_half, in_half if is_summed_so else num_bytes
-    for axis, mode in enumerate(plan.modes):  # scattering first leaves less for the later axes
+    is_summed_in_half = plan.is_gathered_once and read == torch.bfloat16 and not plan.sums_in_fp32
+    gathered = in_half
+    reduced = in_half if is_summed_in_half else num_bytes
+
+    collectives: list[tuple[str, int, int]] = []
+    # Gradients are scattered first: that leaves fewer bytes for the other axes.
+    for axis, mode in enumerate(plan.modes):
         if mode.is_gathered_once:
-            found += [("all_gather", axis, gathered), ("reduce_scatter", axis, reduced)]
-            gathered, reduced = (-(-each // mesh_shape[axis]) for each in (gathered, reduced))
-    found += [
-        ("all_reduce", axis, reduced)
-        for axis, mode in enumerate(plan.modes)
-        if mode.storage is Storage.REPLICATE
-    ]
-    return found
+            collectives.append(("all_gather", axis, gathered))
+            collectives.append(("reduce_scatter", axis, reduced))
+            gathered = -(-gathered // mesh_shape[axis])
+            reduced = -(-reduced // mesh_shape[axis])
+    for axis, mode in enumerate(plan.modes):
+        if mode.storage is Storage.REPLICATE:
+            collectives.append(("all_reduce", axis, reduced))
+    return collectives
 
 
 def bucketed_seconds(
     axis: MeshAxis, kind: str, num_bytes: int, bucket_bytes: int = BUCKET_BYTES
 ) -> float:
-    """Seconds of a once-per-step collective: many parameters share a bucket, so each pays for its
-    share of one.
+    """Return the seconds of a once-per-step collective of `num_bytes`.
 
-    Its share of the bucket at which the axis moves bytes fastest (caches favour small ones), and a
-    little less than a
-    message of its own would cost: it runs beside the backward, for which a resharding in the
-    backward makes all wait.
+    Many parameters share a bucket, so each pays for its share of one: of the bucket size at which
+    the axis moves bytes fastest (caches favour small ones). It costs a little less than a message
+    of its own, as it overlaps with the backward; a resharding in the backward makes all devices
+    wait.
     """
-    sizes = {
-        num_bytes,
-        *(bucket_bytes >> shift for shift in range(6) if bucket_bytes >> shift > num_bytes),
-    }
-    return (
-        BESIDE_BACKWARD * min(axis.seconds(kind, size) * num_bytes / size for size in sizes)
-        if num_bytes
-        else 0.0
-    )
+    if not num_bytes:
+        return 0.0
+    sizes = {num_bytes}
+    for shift in range(6):
+        if bucket_bytes >> shift > num_bytes:
+            sizes.add(bucket_bytes >> shift)
+    return BESIDE_BACKWARD * min(axis.seconds(kind, size) * num_bytes / size for size in sizes)
 
 
 def parameter_options(
-    given: ParameterInput,
+    parameter: ParameterInput,
     read: torch.dtype,
     mesh: LogicalMesh,
     costs: OpCosts,
@@ -166,203 +190,306 @@ def parameter_options(
     num_steps: int,
     on_host: bool,
 ) -> ParameterOptions:
-    """Every combination of modes over the mesh axes, with once-per-step seconds and bytes.
+    """Return every combination of storage modes over the mesh axes, with seconds and bytes.
 
-    `read`: what the step takes it in, if not its own dtype. `on_host`: what is stored lies in host
-    memory.
-    `num_steps`: gradient accumulation; what happens once per optimizer step is shared by that many
-    steps.
+    Args:
+        read: dtype in which the step uses the parameter.
+        num_steps: of gradient accumulation; work that is done once per optimizer step is shared by
+            that many steps.
+        on_host: whether the stored shards are in host memory.
     """
-    meta, num_segments = given.meta, given.num_segments
+    meta = parameter.meta
+    num_segments = parameter.num_segments
+    modes_of_axes = [parameter_modes(meta, size, num_segments) for size in mesh.shape]
     plans = []
-    sources = []
-    rows = []
-    for modes in product(*(parameter_modes(meta, size, num_segments) for size in mesh.shape)):
+    option_costs = []
+    for modes in product(*modes_of_axes):
         plan = ParameterPlan(modes, num_segments, on_host, optimizer.gradient_itemsize == 4)
-        try:
-            stored = plan.layout.local_shape(
-                meta.shape, mesh.shape, tuple(n - 1 for n in mesh.shape)
-            )
-        except IndexError:
-            continue
-        if (
-            meta.num_elements and 0 in stored
-        ):  # nested shards of a short dim would leave devices empty
-            continue
-        origin = (0,) * len(mesh.shape)
-        stored_meta = meta.with_shape(plan.layout.local_shape(meta.shape, mesh.shape, origin))
-        source = plan.step_layout(meta.requires_grad)
-        whole = local_bytes(meta, source, mesh.shape)
-        kept = stored_meta.num_bytes
-        gathered = 0
-        grad = 0
-        cost = update = fetch = back = 0.0
-        if meta.requires_grad:
-            scale = optimizer.gradient_scale(meta.dtype.itemsize)
-            cost += sum(
-                bucketed_seconds(mesh.axes[a], kind, int(b * (scale if kind in REDUCTIONS else 1)))
-                for kind, a, b in step_collectives_of(plan, meta, read, mesh.shape)
-            )
-            if on_host and mesh.host is not None:  # bound by a device's share of the host's memory
-                update_bytes = stored_meta.num_elements * optimizer.update_bytes(
-                    meta.dtype.itemsize
-                )
-                update = update_bytes / mesh.host.memory_bandwidth
-            else:
-                update = costs.optimizer_seconds(
-                    stored_meta.num_elements, meta.dtype.itemsize, optimizer
-                )
-            cost += update
-            grad = int(scale * kept)
-            kept += int(stored_meta.num_elements * optimizer.state_bytes) + grad
-            if plan.is_gathered_once or (on_host and not plan.is_fetched):
-                # The gathered copy, and its gradient before the scatter.
-                gathered = whole * read.itemsize // meta.dtype.itemsize + int(scale * whole)
-        if on_host and mesh.host is not None:
-            fetch, back = (
-                float(size) / mesh.host.link_bandwidth for size in (stored_meta.num_bytes, grad)
-            )
-            if not plan.is_fetched:
-                cost += fetch + back
-                fetch = 0.0
-                back = 0.0
-        plans.append(plan)
-        sources.append(source)
-        on_device = gathered if on_host else kept + gathered
-        cost /= num_steps
-        update /= num_steps
-        if on_host:
-            grad = 0
-        rows.append((cost, on_device, grad, fetch, back, 0.0, kept if on_host else 0, update))
-    return ParameterOptions(
-        tuple(plans), tuple(sources), *np.array(rows, dtype=float).reshape(-1, 8).T
+        if _gives_all_a_shard(plan, meta, mesh.shape):
+            plans.append(plan)
+            option_costs.append(_storage_cost(plan, meta, read, mesh, costs, optimizer, num_steps))
+
+    sources = tuple(plan.step_layout(meta.requires_grad) for plan in plans)
+    # [field][option]
+    columns = np.array(option_costs, dtype=float).reshape(-1, len(_StorageCost._fields)).T
+    arrays: dict[str, Any] = dict(zip(_StorageCost._fields, columns, strict=True))
+    return ParameterOptions(tuple(plans), sources, **arrays)
+
+
+def _gives_all_a_shard(plan: ParameterPlan, meta: TensorMeta, mesh_shape: tuple[int, ...]) -> bool:
+    """Whether every device stores elements: nested shards of a short dim leave devices empty."""
+    last = tuple(size - 1 for size in mesh_shape)
+    try:
+        shape = plan.layout.local_shape(meta.shape, mesh_shape, last)
+    except IndexError:
+        return False
+    return not meta.num_elements or 0 not in shape
+
+
+class _StorageCost(NamedTuple):
+    """The costs of one option of a parameter, as in `ParameterOptions`."""
+
+    seconds: float
+    num_bytes: float
+    gradient_bytes: float
+    fetch_seconds: float
+    return_seconds: float
+    backward_seconds: float
+    host_bytes: float
+    update_seconds: float
+
+
+def _storage_cost(
+    plan: ParameterPlan,
+    meta: TensorMeta,
+    read: torch.dtype,
+    mesh: LogicalMesh,
+    costs: OpCosts,
+    optimizer: OptimizerInfo,
+    num_steps: int,
+) -> _StorageCost:
+    """Return the costs of storing a parameter as in `plan`. Args: as of `parameter_options`."""
+    origin = (0,) * len(mesh.shape)
+    stored = meta.with_shape(plan.layout.local_shape(meta.shape, mesh.shape, origin))
+    on_host = plan.on_host
+    seconds = 0.0
+    update = 0.0
+    gradient_bytes = 0
+    gathered_bytes = 0
+    stored_bytes = stored.num_bytes
+    if meta.requires_grad:
+        scale = optimizer.gradient_scale(meta.dtype.itemsize)
+        seconds += _step_collective_seconds(plan, meta, read, mesh, scale)
+        update = _update_seconds(stored, mesh, costs, optimizer, on_host)
+        seconds += update
+        gradient_bytes = int(scale * stored.num_bytes)
+        stored_bytes += int(stored.num_elements * optimizer.state_bytes) + gradient_bytes
+        if plan.is_gathered_once or (on_host and not plan.is_fetched):
+            # The gathered copy, and its gradient before it is scattered.
+            full = local_bytes(meta, plan.step_layout(True), mesh.shape)
+            gathered_bytes = full * read.itemsize // meta.dtype.itemsize + int(scale * full)
+
+    fetch = 0.0
+    return_seconds = 0.0
+    if on_host and mesh.host is not None:
+        fetch = float(stored.num_bytes) / mesh.host.link_bandwidth
+        return_seconds = float(gradient_bytes) / mesh.host.link_bandwidth
+        if not plan.is_fetched:
+            # Once per step.
+            seconds += fetch + return_seconds
+            fetch = 0.0
+            return_seconds = 0.0
+
+    return _StorageCost(
+        seconds=seconds / num_steps,
+        num_bytes=gathered_bytes if on_host else stored_bytes + gathered_bytes,
+        gradient_bytes=0 if on_host else gradient_bytes,
+        fetch_seconds=fetch,
+        return_seconds=return_seconds,
+        backward_seconds=0.0,
+        host_bytes=stored_bytes if on_host else 0,
+        update_seconds=update / num_steps,
     )
+
+
+def _step_collective_seconds(
+    plan: ParameterPlan, meta: TensorMeta, read: torch.dtype, mesh: LogicalMesh, scale: float
+) -> float:
+    """Return the seconds of a parameter's once-per-step collectives.
+
+    Args:
+        scale: bytes of a gradient per byte of the parameter.
+    """
+    seconds = 0.0
+    for kind, axis, num_bytes in step_collectives_of(plan, meta, read, mesh.shape):
+        moved = int(num_bytes * (scale if kind in REDUCTIONS else 1))
+        seconds += bucketed_seconds(mesh.axes[axis], kind, moved)
+    return seconds
+
+
+def _update_seconds(
+    stored: TensorMeta, mesh: LogicalMesh, costs: OpCosts, optimizer: OptimizerInfo, on_host: bool
+) -> float:
+    """Return the seconds of the optimizer's update of a parameter's shard."""
+    if on_host and mesh.host is not None:
+        # Bound by a device's share of the host's memory bandwidth.
+        update_bytes = stored.num_elements * optimizer.update_bytes(stored.dtype.itemsize)
+        return update_bytes / mesh.host.memory_bandwidth
+    return costs.optimizer_seconds(stored.num_elements, stored.dtype.itemsize, optimizer)
 
 
 def op_options(call: OpCall, mesh: LogicalMesh, costs: OpCosts) -> OpOptions:
-    """Every strategy of an op on the mesh with its compute seconds, inner collectives and saved
-    bytes.
-    """
+    """Return every strategy of an op on the mesh, with its seconds and bytes."""
     strategies = op_strategies(call, mesh.shape)
-    origin = (0,) * len(mesh.shape)
     saved = costs.saved(call)
-    rows = []
+    option_costs = [_strategy_cost(call, strategy, mesh, costs, saved) for strategy in strategies]
+
+    inputs = []
+    outputs = []
     for strategy in strategies:
-        local = localize(call, strategy, mesh.shape, origin).call
-        is_ring = any(s.implementation == RING for s in strategy)
-        priced = priced_call(call, strategy, mesh.shape, origin) if is_ring else local
-        seconds = costs.op_seconds(priced)
-        inner = [
-            (c.phase, mesh.axes[axis].seconds(c.kind, c.num_bytes))
-            for axis, s in enumerate(strategy)
-            for c in s.collectives
-        ]
-        forward = seconds[0] + sum(each for phase, each in inner if phase == "forward")
-        share = (
-            local.results[0].num_elements / max(1, call.results[0].num_elements)
-            if call.results
-            else 1.0
-        )
-        divided = _work_share(call, local, share)
-        kept = saved.extra_bytes * divided
-        if not saved.fuses:  # else they are values like others, see `build.kept_values`
-            kept += sum(
-                meta.num_bytes
-                for meta, keep in zip(local.results, saved.results, strict=True)
-                if keep
-            )
-        keeps = (*saved.operands, *saved.results)  # counted with what is kept for the backward
-        tensors = (*local.operands, *local.results)
-        around = (
-            0
-            if is_view(call)
-            else sum(m.num_bytes for m, keep in zip(tensors, keeps, strict=True) if not keep)
-        )
-        grads = 0
-        if not is_plain_view(call):
-            grads = sum(meta.num_bytes for meta in tensors if meta.requires_grad)
-        ring, (first, then) = ring_bytes(call, strategy, local), saved.temporary_bytes
-        short = around + ring + first * divided, max(0.0, grads + ring + then * divided)
-        rows.append((sum(seconds), sum(each for _, each in inner), kept, *short, forward))
-    inputs = tuple(
-        tuple(zip(*(s.inputs for s in strategy), strict=True)) for strategy in strategies
+        inputs.append(tuple(zip(*(axis.inputs for axis in strategy), strict=True)))
+        outputs.append(tuple(zip(*(axis.outputs for axis in strategy), strict=True)))
+    columns = np.array(option_costs, dtype=float).T.copy()
+    arrays: dict[str, Any] = dict(zip(_StrategyCost._fields, columns, strict=True))
+    return OpOptions(strategies, tuple(inputs), tuple(outputs), saved, **arrays)
+
+
+class _StrategyCost(NamedTuple):
+    """The costs of one strategy of an op, as in `OpOptions`."""
+
+    compute_seconds: float
+    comm_seconds: float
+    num_bytes: float
+    forward_bytes: float
+    backward_bytes: float
+    forward_seconds: float
+
+
+def _strategy_cost(
+    call: OpCall,
+    strategy: tuple[AxisStrategy, ...],
+    mesh: LogicalMesh,
+    costs: OpCosts,
+    saved: Saved,
+) -> _StrategyCost:
+    """Return the costs of one device's share of an op.
+
+    Args:
+        saved: of the op at full shapes.
+    """
+    origin = (0,) * len(mesh.shape)
+    local = localize(call, strategy, mesh.shape, origin).call
+    is_ring = any(axis.implementation == RING for axis in strategy)
+    priced = priced_call(call, strategy, mesh.shape, origin) if is_ring else local
+    seconds = costs.op_seconds(priced)
+
+    comm_seconds = 0.0
+    forward_comm = 0.0
+    for axis, axis_strategy in enumerate(strategy):
+        for collective in axis_strategy.collectives:
+            took = mesh.axes[axis].seconds(collective.kind, collective.num_bytes)
+            comm_seconds += took
+            if collective.phase == "forward":
+                forward_comm += took
+
+    work_share = _work_share(call, local)
+    result_bytes = 0
+    # If a compiler recomputes the results, they are values like others (`build.kept_values`).
+    if not saved.fuses:
+        for meta, is_saved in zip(local.results, saved.results, strict=True):
+            if is_saved:
+                result_bytes += meta.num_bytes
+
+    # Saved tensors are counted with what is stored for the backward.
+    tensors = (*local.operands, *local.results)
+    are_saved = (*saved.operands, *saved.results)
+    operand_bytes = 0
+    if not is_view(call):
+        for meta, is_saved in zip(tensors, are_saved, strict=True):
+            if not is_saved:
+                operand_bytes += meta.num_bytes
+    gradient_bytes = 0
+    if not is_plain_view(call):
+        gradient_bytes = sum(meta.num_bytes for meta in tensors if meta.requires_grad)
+
+    ring = ring_bytes(call, strategy, local)
+    forward_temporary, backward_temporary = saved.temporary_bytes
+    backward_bytes = gradient_bytes + ring + backward_temporary * work_share
+    return _StrategyCost(
+        compute_seconds=sum(seconds),
+        comm_seconds=comm_seconds,
+        num_bytes=saved.extra_bytes * work_share + result_bytes,
+        forward_bytes=operand_bytes + ring + forward_temporary * work_share,
+        backward_bytes=max(0.0, backward_bytes),
+        forward_seconds=seconds[0] + forward_comm,
     )
-    outputs = tuple(
-        tuple(zip(*(s.outputs for s in strategy), strict=True)) for strategy in strategies
-    )
-    return OpOptions(strategies, inputs, outputs, saved, *np.array(rows, dtype=float).T.copy())
+
+
+def _work_share(call: OpCall, local: OpCall) -> float:
+    """Return the share of an op's saved temporaries that one device stores.
+
+    It is the share of the op's largest operand, at most that of its first result.
+    """
+    result_share = 1.0
+    if call.results:
+        result_share = local.results[0].num_elements / max(1, call.results[0].num_elements)
+    largest = max(call.operands, key=lambda meta: meta.num_elements, default=None)
+    if largest is None or largest.num_elements == 0:
+        return result_share
+    position = call.operands.index(largest)
+    return min(result_share, local.operands[position].num_elements / largest.num_elements)
 
 
 Options = TypeVar("Options", OpOptions, ParameterOptions)
 
 
 def picked(options: Options, which: Sequence[int] | np.ndarray) -> Options:
-    """Only these of the options."""
-    every = {f.name: getattr(options, f.name) for f in fields(options) if f.name != "saved"}
-    own: dict[str, Any] = {
-        n: tuple(x[k] for k in which) if isinstance(x, tuple) else x[which]
-        for n, x in every.items()
-    }
-    return replace(options, **own)
+    """Return the options with the indices `which`."""
+    chosen: dict[str, Any] = {}
+    for name, column in _columns(options).items():
+        if isinstance(column, tuple):
+            chosen[name] = tuple(column[index] for index in which)
+        else:
+            chosen[name] = column[which]
+    return replace(options, **chosen)
 
 
 def joined(one: Options, other: Options) -> Options:
-    """The options of both, of `one` first."""
-    pairs = {
-        f.name: (getattr(one, f.name), getattr(other, f.name))
-        for f in fields(one)
-        if f.name != "saved"
-    }
-    both: dict[str, Any] = {
-        n: sum(pair, ()) if isinstance(pair[0], tuple) else np.concatenate(pair)
-        for n, pair in pairs.items()
-    }
+    """Return the options of both, those of `one` first."""
+    others = _columns(other)
+    both: dict[str, Any] = {}
+    for name, column in _columns(one).items():
+        if isinstance(column, tuple):
+            both[name] = column + others[name]
+        else:
+            both[name] = np.concatenate([column, others[name]])
     return replace(one, **both)
+
+
+def _columns(options: OpOptions | ParameterOptions) -> dict[str, Any]:
+    """Return the fields that have an entry per option."""
+    names = [field.name for field in fields(options) if field.name != "saved"]
+    return {name: getattr(options, name) for name in names}
 
 
 def without_parameters(
     options: OpOptions, metas: Sequence[TensorMeta | None], mesh: LogicalMesh
 ) -> OpOptions:
-    """The op where some operands are parameters (their `metas`, None elsewhere): these are no
-    temporary memory.
+    """Return the options of an op some of whose operands are parameters: these are no temporary
+    memory.
 
     A stored parameter counts where it is stored, a gathered one with the largest gathered copy.
+
+    Args:
+        metas: of each operand that is a parameter; None for the others.
     """
     resident = np.zeros(len(options.strategies))
-    for position, (meta, keep) in enumerate(zip(metas, options.saved.operands, strict=True)):
-        if meta is not None and not keep:
-            resident += [
-                local_bytes(meta, inputs[position], mesh.shape) for inputs in options.inputs
-            ]
-    return (
-        replace(options, forward_bytes=options.forward_bytes - resident)
-        if resident.any()
-        else options
-    )
-
-
-def _work_share(call: OpCall, local: OpCall, result_share: float) -> float:
-    """Share of an op's saved temporaries that one device keeps: that of its largest tensor."""
-    whole = max(call.operands, key=lambda m: m.num_elements, default=None)
-    if whole is None or whole.num_elements == 0:
-        return result_share
-    position = call.operands.index(whole)
-    return min(result_share, local.operands[position].num_elements / whole.num_elements)
+    for position, (meta, is_saved) in enumerate(zip(metas, options.saved.operands, strict=True)):
+        if meta is not None and not is_saved:
+            for index, inputs in enumerate(options.inputs):
+                resident[index] += local_bytes(meta, inputs[position], mesh.shape)
+    if not resident.any():
+        return options
+    return replace(options, forward_bytes=options.forward_bytes - resident)
 
 
 def is_gather(source: DualLayout, target: DualLayout) -> bool:
-    """True when some axis goes from a shard to the whole: the target is a copy that can be gathered
-    again.
+    """Whether some axis goes from a shard to the full value: the target is a copy that can be
+    re-gathered.
     """
-    return any(
-        s.shard_dim is not None and t.shard_dim is None for s, t in zip(source, target, strict=True)
-    )
+    for before, after in zip(_is_sharded(source), _is_sharded(target), strict=True):
+        if before and not after:
+            return True
+    return False
 
 
 def gathers(sources: Sequence[DualLayout], targets: Sequence[DualLayout]) -> np.ndarray:
-    """[source, target] `is_gather`."""
-    cut, kept = (
-        np.array([[p.shard_dim is not None for p in x] for x in layouts])
-        for layouts in (sources, targets)
-    )
-    return (cut[:, None] & ~kept[None]).any(axis=2)
+    """Return [source, target] `is_gather`."""
+    before = np.array([_is_sharded(layout) for layout in sources])
+    after = np.array([_is_sharded(layout) for layout in targets])
+    return (before[:, None] & ~after[None]).any(axis=2)
+
+
+def _is_sharded(layout: DualLayout) -> list[bool]:
+    """Return, per mesh axis, whether the layout has a shard."""
+    return [placement.shard_dim is not None for placement in layout]

@@ -1,15 +1,15 @@
-"""Products beside collectives: which ops they are, and how much of tensor parallelism's sums they
-hide.
+"""Matmuls that overlap with collectives: which ops they are, and how much of tensor parallelism's
+all-reduces they hide.
 
-Between two layers cut over an axis, the backward sums the gradient of their input over its devices,
-and the forward the result of the second. Devices have no other work meanwhile but the products
-themselves (`lower/overlapped_matmul.py`):
+Between two layers that are sharded over an axis, the backward sums the gradient of their input over
+its devices, and the forward the result of the second. Devices have no other work meanwhile but the
+matmuls themselves (`lower/overlapped_matmul.py`):
 
-    backward   the input's gradient first, its sum begins, the weights' gradients beside it
+    backward   the input's gradient first, its sum is launched, then the weights' gradients
     forward    samples in a few chunks: one is summed while the next is multiplied
                (`StagePlan.num_chunks`)
 
-What runs beside compute costs no time as far as the cluster's `overlap` says.
+Overlapped communication costs no time, in the share that the cluster's `overlap` specifies.
 """
 
 from collections.abc import Sequence
@@ -31,10 +31,10 @@ from alpa_strategy.sharding.redistribute import reshard_steps, reshard_table
 
 aten = torch.ops.aten
 
-ValueEnds = tuple[
-    tuple[DualLayout, ...], tuple[DualLayout, ...]
-]  # sources and targets of a value's resharding
-PARTS = (2, 4)  # that a sum may be divided into: each part is a kernel and a message of its own
+# Sources and targets of a value's resharding.
+ValueEnds = tuple[tuple[DualLayout, ...], tuple[DualLayout, ...]]
+# That a sum may be divided into: each part is a kernel and a message of its own.
+PARTS = (2, 4)
 
 # Names of the arguments input [*rows, k], weight and bias; whether the weight is [k, n], else
 # [*segments, n, k].
@@ -49,39 +49,50 @@ _PRODUCTS: dict[Any, tuple[str, str, str | None, bool]] = {
 
 @dataclass(frozen=True)
 class Product:
-    """Of rows with a weight."""
+    """A matmul of samples and a weight."""
 
     # rows, weight, bias: numbers of the op's operands
     rows: int
     weight: int
     bias: int | None
-    is_transposed: bool  # whether the weight is [k, n], else [*segments, n, k]
+
+    # Whether the weight is [k, n], else [*segments, n, k].
+    is_transposed: bool
 
 
 def product_of(call: OpCall) -> Product | None:
-    """The product that an op is, None where it is something else."""
+    """Return the matmul that an op is; None if it is none, or one of another form."""
     if call.target not in _PRODUCTS:
         return None
     rows, weight, bias, is_transposed = _PRODUCTS[call.target]
-    given = bind(call)
-    slots = given[rows], given[weight], given.get(bias) if bias else None
-    x, w, b = (slot.index if isinstance(slot, Slot) else None for slot in slots)
-    num_dims = []
-    for number in (x, w, b):
-        num_dims.append(0 if number is None else len(call.operands[number].shape))
-    num_segments = 1 if call.target is segmented_linear else 0
-    is_scaled = any(given.get(name, 1) != 1 for name in ("alpha", "beta"))
-    is_other = num_dims[0] < 2 or num_dims[1] != 2 + num_segments or num_dims[2] > 1 + num_segments
-    return (
-        None if x is None or w is None or is_scaled or is_other else Product(x, w, b, is_transposed)
-    )
+    arguments = bind(call)
+    x = _operand_number(arguments[rows])
+    w = _operand_number(arguments[weight])
+    b = _operand_number(arguments.get(bias)) if bias else None
+    if x is None or w is None:
+        return None
+    if any(arguments.get(name, 1) != 1 for name in ("alpha", "beta")):
+        return None
+
+    num_segment_dims = 1 if call.target is segmented_linear else 0
+    has_rows = len(call.operands[x].shape) >= 2
+    is_matrix = len(call.operands[w].shape) == 2 + num_segment_dims
+    is_vector = b is None or len(call.operands[b].shape) <= 1 + num_segment_dims
+    if not (has_rows and is_matrix and is_vector):
+        return None
+    return Product(x, w, b, is_transposed)
+
+
+def _operand_number(argument: Any) -> int | None:
+    """Return the number of the operand that an argument is; None if it is no tensor."""
+    return argument.index if isinstance(argument, Slot) else None
 
 
 def making_seconds(
     step: StepGraph, ops: Sequence[OpOptions], value: int, sources: Sequence[DualLayout]
 ) -> np.ndarray:
-    """[source] seconds, at the least, of the product that makes a value for one reader alone; 0
-    where there is none.
+    """Return [source] the least seconds of the matmul that makes a value for one reader alone; 0 if
+    there is none.
     """
     maker = step.makers.get(value)
     leaves = value in step.escaping or value in step.sent
@@ -100,13 +111,13 @@ def making_seconds(
 def weights_seconds(
     step: StepGraph, ops: Sequence[OpOptions], value: int, targets: Sequence[DualLayout]
 ) -> np.ndarray:
-    """[target] least seconds of the gradients of all weights that a value is multiplied with; 0 if
-    others read it.
+    """Return [target] the least seconds of the gradients of all weights that a value is multiplied
+    with; 0 if other ops read it.
     """
     total = np.zeros(len(targets))
     for reader, position in step.consumers.get(value, ()):
-        found = product_of(step.ops[reader].call)
-        if found is None or found.rows != position:
+        matmul = product_of(step.ops[reader].call)
+        if matmul is None or matmul.rows != position:
             return np.zeros(len(targets))
         taken = [inputs[position] for inputs in ops[reader].inputs]
         # Half of a product's backward is the gradient of its weight.
@@ -117,24 +128,24 @@ def weights_seconds(
 
 
 def _is_plain(step: StepGraph, op: int) -> bool:
-    found = product_of(step.ops[op].call)
-    return found is not None and len(step.ops[op].call.operands[found.weight].shape) == 2
+    matmul = product_of(step.ops[op].call)
+    return matmul is not None and len(step.ops[op].call.operands[matmul.weight].shape) == 2
 
 
 def _least(
     layouts: Sequence[DualLayout], of_strategies: Sequence[DualLayout], seconds: np.ndarray
 ) -> np.ndarray:
-    """[layout] the least seconds of the strategies that have it, 0 where none has."""
+    """Return [layout] the least seconds of the strategies that have it; 0 if none has."""
     least: dict[DualLayout, float] = {}
-    for layout, each in zip(of_strategies, seconds, strict=True):
-        least[layout] = min(least.get(layout, np.inf), float(each))
+    for layout, took in zip(of_strategies, seconds, strict=True):
+        least[layout] = min(least.get(layout, np.inf), float(took))
     return np.array([least.get(layout, 0.0) for layout in layouts])
 
 
 def hidden(
     step: StepGraph, ops: Sequence[OpOptions], value: int, ends: ValueEnds, mesh: LogicalMesh
 ) -> tuple[np.ndarray, np.ndarray]:
-    """(forward, backward) seconds of a value's `reshard_table` that cost no time, [source,
+    """Return (forward, backward) seconds of a value's `reshard_table` that cost no time, [source,
     target].
     """
     meta = step.values[value]
@@ -155,8 +166,11 @@ def hidden(
 def best_parts(
     making: float, meta: TensorMeta, source: DualLayout, target: DualLayout, mesh: LogicalMesh
 ) -> int:
-    """In how many parts the result of a product that takes `making` seconds is best summed; 1: as a
-    whole.
+    """Return the best number of chunks in which the result of a matmul is summed; 1: it is not
+    split.
+
+    Args:
+        making: seconds of the matmul.
     """
     ends = (source,), (target,)
     if not _sums(ends, mesh.shape)[0].item() or not mesh.overlap:
@@ -166,8 +180,8 @@ def best_parts(
 
 
 def _gained(making: np.ndarray, meta: TensorMeta, ends: ValueEnds, mesh: LogicalMesh) -> np.ndarray:
-    """[PARTS, source, target] seconds less than one after the other: matmul and sum in that many
-    chunks each.
+    """Return [PARTS, source, target] the seconds saved if matmul and sum are executed in that many
+    chunks instead of one after the other.
     """
 
     def summing(count: int) -> np.ndarray:
@@ -175,16 +189,16 @@ def _gained(making: np.ndarray, meta: TensorMeta, ends: ValueEnds, mesh: Logical
 
     gains = []
     for count in PARTS:
-        each, part = making[:, None] / count, summing(count)
-        together = each + (count - 1) * np.maximum(each, part) + part
+        matmul_chunk, sum_chunk = making[:, None] / count, summing(count)
+        together = matmul_chunk + (count - 1) * np.maximum(matmul_chunk, sum_chunk) + sum_chunk
         gains.append(np.maximum(making[:, None] + summing(1) - together, 0.0))
     return np.stack(gains)
 
 
 @lru_cache(maxsize=4096)
 def _sums(ends: ValueEnds, mesh_shape: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
-    """[source, target] whether all that is moved is one sum over one axis: of the values, of their
-    gradients.
+    """Return [source, target] whether the only collective is one sum over one axis: (of the values,
+    of their gradients).
     """
     sources, targets = ends
     values = _may_be_one_sum(_sides(sources, "value"), _sides(targets, "value"))
@@ -203,30 +217,30 @@ def _sums(ends: ValueEnds, mesh_shape: tuple[int, ...]) -> tuple[np.ndarray, np.
 
 
 def _sides(layouts: Sequence[DualLayout], side: str) -> list[list[Placement]]:
-    """[layout, axis] the placements of values, or of gradients ("grad")."""
-    found = []
+    """Return [layout, axis] the placements of values, or of gradients ("grad")."""
+    placements = []
     for layout in layouts:
-        found.append([getattr(placement, side) for placement in layout])
-    return found
+        placements.append([getattr(placement, side) for placement in layout])
+    return placements
 
 
 def _may_be_one_sum(
     before: Sequence[Sequence[Placement]], after: Sequence[Sequence[Placement]]
 ) -> np.ndarray:
-    """[before, after] whether partial values become something else on one axis and nothing changes
-    on the others: steps that do more, or take another way, are more than one.
+    """Return [before, after] whether partial values become something else on one axis and nothing
+    changes on the others. Steps that do more are more than one.
     """
     number: dict[Placement, int] = {Partial(): 0}
 
     def numbered(layouts: Sequence[Sequence[Placement]]) -> np.ndarray:
-        """[layout, axis] a number for each placement."""
-        found = []
+        """Return [layout, axis] a number for each placement."""
+        numbers = []
         for layout in layouts:
-            found.append([number.setdefault(placement, len(number)) for placement in layout])
-        return np.array(found)
+            numbers.append([number.setdefault(placement, len(number)) for placement in layout])
+        return np.array(numbers)
 
     old, new = numbered(before), numbered(after)
     changed = old[:, None] != new[None]
     is_sum = (changed & (old == 0)[:, None]).any(axis=2)
-    found: np.ndarray = is_sum & (changed.sum(axis=2) == 1)
-    return found
+    is_one_sum: np.ndarray = is_sum & (changed.sum(axis=2) == 1)
+    return is_one_sum

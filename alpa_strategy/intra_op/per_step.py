@@ -1,6 +1,7 @@
-"""What of a stage's work belongs to the step and not to its micro-batches: ops on parameters and
-constants alone, such as casts, transposed copies and weight norm. Planner and lowering both ask
-here which ops these are.
+"""The work of a stage that is done once per step instead of once per micro-batch: ops on parameters
+and constants alone, such as casts, transposed copies and weight norm.
+
+Planner and lowering both use this module.
 """
 
 from dataclasses import dataclass
@@ -15,41 +16,57 @@ from alpa_strategy.sharding.strategies import is_random
 
 @dataclass(frozen=True)
 class Derivation:
-    """Ops that make values of parameters, and share values with each other: run together, once per
-    step.
+    """Ops that compute values from parameters and share values with each other: they run together,
+    once per step.
     """
 
-    ops: tuple[int, ...]  # positions in the graph, constants that they need included
-    parameters: tuple[str, ...]  # names of those that they read
-    values: tuple[int, ...]  # what the rest of the graph takes of their results
+    # Positions in the graph, constants that they need included.
+    ops: tuple[int, ...]
+
+    # Names of those that they read.
+    parameters: tuple[str, ...]
+
+    # What the rest of the graph takes of their results.
+    values: tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class PerStep:
-    """A stage's derivations; `ops`: positions of the ops that the micro-batches are rid of."""
+    """A stage's derivations. `ops` are the positions of the ops that micro-batches do not run."""
 
     derivations: tuple[Derivation, ...] = ()
     ops: frozenset[int] = frozenset()
 
     @cached_property
     def values(self) -> frozenset[int]:
-        """What the micro-batches take of all derivations."""
+        """The values that the micro-batches read of all derivations."""
         return frozenset(value for derivation in self.derivations for value in derivation.values)
 
     def parameters_of(self, graph: StepGraph) -> set[str]:
-        """Names of the trainable parameters that `graph`, a part of the stage without `ops`,
-        depends on.
+        """Return the names of the trainable parameters that `graph` depends on, also through
+        derivations.
+
+        Args:
+            graph: a part of the stage without `ops`.
         """
-        read = {value for op in graph.ops for value in op.operands} | {*graph.escaping, *graph.sent}
-        own = {p.name for p in graph.parameters if p.value in read and p.meta.requires_grad}
+        read = {*graph.escaping, *graph.sent}
+        for op in graph.ops:
+            read.update(op.operands)
+
+        names = set()
+        for parameter in graph.parameters:
+            if parameter.value in read and parameter.meta.requires_grad:
+                names.add(parameter.name)
         for derivation in self.derivations:
             if not read.isdisjoint(derivation.values):
-                own.update(derivation.parameters)
-        return own
+                names.update(derivation.parameters)
+        return names
 
 
 def casts_of_parameters(graph: StepGraph) -> dict[int, int]:
-    """Values that are nothing but parameters in half precision -> what they are cast from."""
+    """Return value -> parameter's value, for values that are only casts of parameters to half
+    precision.
+    """
     parameters = {p.value for p in graph.parameters}
     return {
         op.results[0]: op.operands[0]
@@ -60,19 +77,20 @@ def casts_of_parameters(graph: StepGraph) -> dict[int, int]:
 
 
 def per_step(graph: StepGraph) -> PerStep:
-    """What `graph`, a stage of a micro-batched step, can do once per step: deterministic ops on
-    parameters, constants and buffers that no micro-batch updates. Parameters that are only viewed
-    stay as they are.
+    """Return the work of a micro-batched stage that can be done once per step: deterministic ops on
+    parameters, constants and buffers that no micro-batch updates.
+
+    Parameters that are only viewed are left out.
     """
     parameters = {p.value for p in graph.parameters}
     known = {
         *(c.value for c in graph.constants),
         *(b.value for b in graph.buffers if b.update is None),
     }
-    constant: set[int] = set()  # ops
-    groups: dict[
-        int, frozenset[int]
-    ] = {}  # value -> the ops that it is made with, which share values
+    # ops
+    constant: set[int] = set()
+    # Value -> the ops that it is made with, which share values.
+    groups: dict[int, frozenset[int]] = {}
     for index, op in enumerate(graph.ops):
         is_made_here = all(
             value in known or value in parameters or value in groups for value in op.operands
@@ -86,18 +104,22 @@ def per_step(graph: StepGraph) -> PerStep:
         group = frozenset({index}).union(
             *(groups[value] for value in op.operands if value in groups)
         )
-        groups.update((value, group) for each in group for value in graph.ops[each].results)
-    found = [
+        groups.update((value, group) for member in group for value in graph.ops[member].results)
+    distinct_groups = [
         g
         for g in dict.fromkeys(groups.values())
         if not all(is_view(graph.ops[index].call) for index in g)
     ]
-    moved = _with_own_constants(graph, {index for group in found for index in group}, constant)
-    return PerStep(tuple(_derivation(graph, group, moved) for group in found), frozenset(moved))
+    moved = _with_own_constants(
+        graph, {index for group in distinct_groups for index in group}, constant
+    )
+    return PerStep(
+        tuple(_derivation(graph, group, moved) for group in distinct_groups), frozenset(moved)
+    )
 
 
 def _with_own_constants(graph: StepGraph, moved: set[int], constant: set[int]) -> set[int]:
-    """`moved` with the ops on constants that nothing else needs."""
+    """Return `moved` with the ops on constants that no other op needs."""
     moved = set(moved)
     leaving = {*graph.escaping, *graph.sent}
     for index in sorted(constant, reverse=True):

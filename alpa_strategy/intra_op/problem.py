@@ -1,13 +1,13 @@
-"""The intra-op problem in the solver's own terms: choices, transfers, seconds and bytes. No
-tensors, no torch.
+"""The intra-op problem as the solver sees it: choices, transfers, seconds and bytes. No tensors, no
+torch.
 
     minimise    sum_c cost[c][s_c]  +  sum_t sum_{q used} cost[t][p_t, q]
     subject to  sum_c memory[c][s_c] + sum_t sum_{q used} memory[t][p_t, q] <= memory_limit
 
 where s_c is the strategy taken by choice c, p_t the source layout that the producer of transfer t
-gives, and q runs
-over the *distinct* target layouts that the consumers of t ask for: a value brought to one layout
-for three consumers is paid for once (docs/formulas.md#intra-op, the y and z variables).
+gives, and q runs over the *distinct* target layouts that the consumers of t require: a value that
+three consumers require in one layout is paid for once (docs/formulas.md#intra-op, the y and z
+variables).
 """
 
 from collections.abc import Mapping, Sequence
@@ -29,8 +29,8 @@ class Choice:
 
 @dataclass(frozen=True)
 class Use:
-    """A consumer of a transferred value: `layout[k]` is the target layout index that its strategy k
-    asks for.
+    """A consumer of a transferred value: its strategy k requires the target layout with the index
+    `layout[k]`.
     """
 
     choice: int
@@ -42,20 +42,24 @@ class Transfer:
     """One value from its producer to its consumers."""
 
     name: str
-    producer: int  # index of the producing choice
-    source: (
-        np.ndarray
-    )  # `source[k]` is the source layout index that the producer's strategy k gives
+
+    # Index of the producing choice.
+    producer: int
+
+    # `source[k]` is the source layout index that the producer's strategy k gives
+    source: np.ndarray
     uses: tuple[Use, ...]
-    cost: (
-        np.ndarray
-    )  # seconds, [num_source_layouts, num_target_layouts]; `inf` where there is no way
-    memory: np.ndarray  # bytes kept because of the target copy, same shape
+
+    # Seconds, [num_source_layouts, num_target_layouts]; `inf` if it is impossible.
+    cost: np.ndarray
+
+    # Bytes stored for the copy in the target layout, same shape.
+    memory: np.ndarray
 
 
 @dataclass(frozen=True)
 class Problem:
-    """A whole instance. `memory_limit` in bytes (inf: none)."""
+    """A problem instance. `memory_limit` is in bytes (inf: none)."""
 
     choices: tuple[Choice, ...]
     transfers: tuple[Transfer, ...]
@@ -64,13 +68,17 @@ class Problem:
 
 @dataclass(frozen=True)
 class Solution:
-    """An assignment (strategy index per choice) with its objective and how sure it is."""
+    """An assignment (strategy index per choice) with its objective, and the proved bound."""
 
     assignment: tuple[int, ...]
     seconds: float
     num_bytes: float
-    bound: float  # a proved lower bound on the objective
-    method: str  # how it was found
+
+    # A proved lower bound on the objective.
+    bound: float
+
+    # How it was found.
+    method: str
 
     @property
     def gap(self) -> float:
@@ -79,8 +87,8 @@ class Solution:
 
 
 def with_shared_arrays(problem: Problem) -> Problem:
-    """The same problem, equal arrays one object: what is done with those of one layer serves the
-    layers like it.
+    """Return the same problem with equal arrays as one object: results for one layer serve all
+    equal layers.
     """
     known: dict[tuple, np.ndarray] = {}
 
@@ -103,13 +111,13 @@ def duplicate_strategies(
     num_bytes: Mapping[int, np.ndarray] | None = None,
     only: bool = False,
 ) -> Problem:
-    """The same problem with some strategies of choices once more, behind the others.
+    """Return the problem with some strategies of choices repeated after the others.
 
     Args:
-        again: choice -> which of its strategies.
-        seconds: choice -> what each of them costs more the second time.
-        num_bytes: choice -> memory of each then; None: the same.
-        only: strategies that are there twice are forbidden the first time.
+        again: choice -> the strategies that are repeated.
+        seconds: choice -> seconds that each of them costs more the second time.
+        num_bytes: choice -> bytes of each the second time; None: the same.
+        only: repeated strategies are forbidden the first time.
     """
 
     def longer(index: int, array: np.ndarray) -> np.ndarray:
@@ -117,12 +125,12 @@ def duplicate_strategies(
 
     choices = list(problem.choices)
     for index, which in again.items():
-        given = choices[index]
-        cost = np.concatenate([given.cost, given.cost[which] + seconds[index]])
+        choice = choices[index]
+        cost = np.concatenate([choice.cost, choice.cost[which] + seconds[index]])
         if only:
             cost[which] = np.inf
-        memory = given.memory[which] if num_bytes is None else num_bytes[index]
-        choices[index] = replace(given, cost=cost, memory=np.concatenate([given.memory, memory]))
+        memory = choice.memory[which] if num_bytes is None else num_bytes[index]
+        choices[index] = replace(choice, cost=cost, memory=np.concatenate([choice.memory, memory]))
     transfers = []
     for t in problem.transfers:
         uses = tuple(Use(use.choice, longer(use.choice, use.layout)) for use in t.uses)
@@ -131,7 +139,9 @@ def duplicate_strategies(
 
 
 def evaluate(problem: Problem, assignment: Sequence[int]) -> tuple[float, float]:
-    """(seconds, bytes) of an assignment: the objective's definition, independent of any solver."""
+    """Return (seconds, bytes) of an assignment: the objective's definition, independent of any
+    solver.
+    """
     seconds = num_bytes = 0.0
     for choice, strategy in zip(problem.choices, assignment, strict=True):
         seconds += float(choice.cost[strategy])
@@ -156,11 +166,11 @@ class Presolved:
     kept: tuple[np.ndarray, ...]
 
     def expand(self, assignment: Sequence[int]) -> list[int]:
-        """An assignment of the smaller problem in the original's strategy indices."""
+        """Return an assignment of the smaller problem in the original's strategy indices."""
         return [int(kept[k]) for kept, k in zip(self.kept, assignment, strict=True)]
 
     def contract(self, assignment: Sequence[int]) -> list[int] | None:
-        """An assignment of the original in this problem's indices; None where it takes a strategy
+        """Return an assignment of the original in this problem's indices; None if it has a strategy
         that was dropped.
         """
         places = [np.flatnonzero(kept == k) for kept, k in zip(self.kept, assignment, strict=True)]
@@ -175,10 +185,10 @@ class Presolved:
 
 
 def presolve(problem: Problem) -> Presolved:
-    """Without forbidden strategies. A choice that is left with none means that no assignment has a
-    finite cost.
+    """Return the problem without forbidden strategies. If a choice is left with none, no assignment
+    has a finite cost.
 
-    Fast where equal arrays are one object (`with_shared_arrays`).
+    Fast if equal arrays are one object (`with_shared_arrays`).
     """
     finite = {id(x.cost): np.flatnonzero(np.isfinite(x.cost)) for x in problem.choices}
     live = tuple(finite[id(choice.cost)] for choice in problem.choices)
@@ -186,12 +196,14 @@ def presolve(problem: Problem) -> Presolved:
 
 
 def restrict_strategies(problem: Problem, live: Sequence[np.ndarray]) -> Problem:
-    """The problem with only the strategies `live[c]`, and transfers with only the layouts that
-    these still name. Costs may have a leading axis for several problems.
+    """Return the problem with only the strategies `live[c]` of each choice c, and transfers with
+    only the layouts that these still have.
 
-    What shares its arrays shares them afterwards.
+    Costs may have a leading axis for several problems. Choices and transfers that share arrays
+    share them in the result.
     """
-    columns: dict[tuple[int, int, int], tuple[np.ndarray, np.ndarray]] = {}  # by the arrays' ids
+    # By the arrays' ids.
+    columns: dict[tuple[int, int, int], tuple[np.ndarray, np.ndarray]] = {}
     tables: dict[tuple[int, ...], _Restricted | None] = {}
     choices, transfers = [], []
     for x, k in zip(problem.choices, live, strict=True):
@@ -221,15 +233,17 @@ _Restricted = tuple[np.ndarray, list[np.ndarray], np.ndarray, np.ndarray]
 
 
 def _restrict_transfer(transfer: Transfer, live: Sequence[np.ndarray]) -> _Restricted | None:
-    """Its (source, layouts of the uses, cost, memory); None where nothing is paid any more."""
+    """Return a transfer's (source, layouts of the uses, cost, memory); None if nothing is paid any
+    more.
+    """
     sources, source = np.unique(
         np.asarray(transfer.source)[live[transfer.producer]], return_inverse=True
     )
-    asked = [np.asarray(use.layout)[live[use.choice]] for use in transfer.uses]
-    targets = np.unique(np.concatenate(asked)) if asked else np.zeros(0, dtype=int)
+    layouts = [np.asarray(use.layout)[live[use.choice]] for use in transfer.uses]
+    targets = np.unique(np.concatenate(layouts)) if layouts else np.zeros(0, dtype=int)
     named = (..., sources[:, None], targets)
     cost = np.asarray(transfer.cost, float)[named]
     memory = np.asarray(transfer.memory, float)[named]
     if not cost.any() and not memory.any():
         return None
-    return source, [np.searchsorted(targets, layout) for layout in asked], cost, memory
+    return source, [np.searchsorted(targets, layout) for layout in layouts], cost, memory

@@ -72,7 +72,7 @@ def restrict(
             # A named plan forbids by infinite cost.
             allowed = np.isfinite(cost)
             if not optimizer.element_wise:
-                allowed &= np.array([plan.is_whole for plan in parameter_options.plans])
+                allowed &= np.array([plan.is_unsharded for plan in parameter_options.plans])
         if options.completes:
             allowed &= _completes_in_backward(parameter_options)
         if not allowed.any():

@@ -302,7 +302,8 @@ def bound_arguments(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any])
 
 @lru_cache(maxsize=16384)
 def bind(call: OpCall) -> Mapping[str, Any]:
-    """Return argument name -> value of a call: Slots, constants and tuples of these.
+    """Return argument name -> value of a call, defaults filled in: Slots, constants and tuples of
+    these.
 
     The mapping is read-only, because all callers share it.
     """

@@ -80,7 +80,7 @@ class ParameterMode:
         return ParameterMode.parse, (str(self),)
 
     @property
-    def is_whole(self) -> bool:
+    def is_unsharded(self) -> bool:
         """Whether every device of the axis stores the full parameter (`R`, `R*`)."""
         return self.dim is None
 
@@ -175,9 +175,9 @@ class ParameterPlan:
         return tuple(mode.shifted(-1) for mode in self.modes)
 
     @property
-    def is_whole(self) -> bool:
+    def is_unsharded(self) -> bool:
         """Whether every device stores the full parameter."""
-        return all(mode.is_whole for mode in self.modes)
+        return all(mode.is_unsharded for mode in self.modes)
 
     @property
     def uses_shards(self) -> bool:

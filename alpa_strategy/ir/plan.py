@@ -28,7 +28,7 @@ from alpa_strategy.ir.placement import DualLayout, Layout
 
 # Other packages import all nouns of a plan from here.
 __all__ = [
-    "AS_WRITTEN",
+    "EAGER_SCHEDULE",
     "FORMAT_VERSION",
     "Collective",
     "Fingerprint",
@@ -50,7 +50,7 @@ __all__ = [
 FORMAT_VERSION = 3
 
 # The `schedule` of a plan whose steps run eagerly. Plan files have this word.
-AS_WRITTEN = "as written"
+EAGER_SCHEDULE = "as written"
 
 # Larger numbers in a file are mistakes: the structures made from them would not fit into memory.
 MAX_DEVICES = 1 << 24
@@ -187,7 +187,7 @@ class StagePlan:
 
     # Op indices inside `ops`, ascending, that split the stage into recompute segments. (): the
     # stage is one segment.
-    remat_cuts: tuple[int, ...] = ()
+    recompute_splits: tuple[int, ...] = ()
 
     # Names of single ops that are recomputed, in a stage that stores its activations.
     recomputed: tuple[str, ...] = ()
@@ -205,17 +205,27 @@ class StagePlan:
 
     # Bytes of parameters that are gathered before their use (ZeRO-3), in the forward as in the
     # backward.
-    ahead_bytes: int = 0
+    prefetched_bytes: int = 0
 
     # Matmul -> number of chunks of its result: one is summed over devices while the next is
     # multiplied.
     num_chunks: dict[str, int] = field(default_factory=dict)
 
     @property
+    def remat_cuts(self) -> tuple[int, ...]:
+        """Deprecated name of `recompute_splits`."""
+        return self.recompute_splits
+
+    @property
+    def ahead_bytes(self) -> int:
+        """Deprecated name of `prefetched_bytes`."""
+        return self.prefetched_bytes
+
+    @property
     def spans(self) -> tuple[tuple[int, int], ...]:
         """(first, last + 1) op indices of each recompute segment."""
         first, last = self.ops
-        return tuple(pairwise((first, *self.remat_cuts, last)))
+        return tuple(pairwise((first, *self.recompute_splits, last)))
 
     @property
     def recomputed_ops(self) -> tuple[str, ...]:
@@ -314,7 +324,7 @@ class Plan:
 
     num_microbatches: int = 1
 
-    # "none" for a single stage; `AS_WRITTEN` if steps run eagerly and the plan decides only how
+    # "none" for a single stage; `EAGER_SCHEDULE` if steps run eagerly and the plan decides only how
     # parameters are stored.
     schedule: str = "none"
 
@@ -352,7 +362,7 @@ class Plan:
     @property
     def is_eager(self) -> bool:
         """Whether every rank runs the user's step eagerly, on its local batch."""
-        return self.schedule == AS_WRITTEN
+        return self.schedule == EAGER_SCHEDULE
 
     @property
     def is_as_written(self) -> bool:
@@ -471,7 +481,7 @@ def _check_stage(stage: StagePlan, path: str) -> None:
                     plan_file.FIX,
                 )
 
-    if not stage.remat_cuts:
+    if not stage.recompute_splits:
         return
     if not all(start < end for start, end in stage.spans):
         first, last = stage.ops

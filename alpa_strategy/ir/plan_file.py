@@ -29,13 +29,15 @@ FIX = "correct the file by hand, or delete it: the run then makes a new plan"
 _NAMES_IN_FILE = {
     "parameter_plans": "parameters",
     "num_chunks": "in_parts",
+    "prefetched_bytes": "ahead_bytes",
     "recompute_per_microbatch": "derives_again",
+    "recompute_splits": "remat_cuts",
 }
 
 # Fields that older plan files do not have. A plan read from such a file has their defaults.
 _OPTIONAL_FIELDS = {
     "devices",
-    "remat_cuts",
+    "recompute_splits",
     "recomputed",
     "stored",
     "received",
@@ -44,7 +46,7 @@ _OPTIONAL_FIELDS = {
     "forward_seconds",
     "backward_seconds",
     "boundary_seconds",
-    "ahead_bytes",
+    "prefetched_bytes",
     "num_chunks",
     "phases",
     "host_seconds",

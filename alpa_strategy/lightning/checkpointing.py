@@ -53,7 +53,7 @@ from alpa_strategy.lightning.dataloader_state import (
     take_up,
 )
 from alpa_strategy.lightning.run_plans import RunPlans, resumed_plans
-from alpa_strategy.runtime.parameters import ParameterStore, all_whole
+from alpa_strategy.runtime.parameters import ParameterStore, unsharded_store
 
 FORMS = ("auto", "sharded", "single")
 MEET_SECONDS = 10.0
@@ -115,7 +115,7 @@ class Checkpoints:
 
     @property
     def _store(self) -> ParameterStore:
-        return all_whole() if self._run is None else self._run.store
+        return unsharded_store() if self._run is None else self._run.store
 
     # Loading
 
@@ -282,7 +282,7 @@ class Checkpoints:
         if not self._is_in_hook:
             self._on_demand.begin()
         if self._is_sharded(strategy.checkpoint_io):
-            store = all_whole() if strategy.is_whole else self._store
+            store = unsharded_store() if strategy.is_whole else self._store
             return sharded_state_dict.module_state(module, store, self._on_demand)
         with strategy.whole_parameters():
             return module.state_dict()
@@ -449,7 +449,7 @@ def _is_torchs(checkpoint_io: Any) -> bool:
     return checkpoint_io is None or type(checkpoint_io) is TorchCheckpointIO
 
 
-def let_directories_load() -> None:
+def register_directory_loading() -> None:
     """Wrap Lightning's readers, unless they are wrapped already: `load_from_checkpoint`'s, and
     other strategies'.
     """

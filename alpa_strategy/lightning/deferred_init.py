@@ -298,7 +298,7 @@ def move_real_tensors(module: nn.Module, device: torch.device) -> None:
 
 def stays_sharded(run: Any) -> bool:
     """Whether the module stays sharded after a training, as the full one does not fit; logs why."""
-    against = run.no_room_for_release()
+    against = run.no_headroom_for_full_module()
     if against is None:
         return False
 

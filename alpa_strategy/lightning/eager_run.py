@@ -49,7 +49,7 @@ from alpa_strategy.runtime.parameters import ParameterStore
 from alpa_strategy.runtime.synced_norms import synced
 
 
-def why_written(
+def reason_for_eager_steps(
     module: Any, optimizers: Sequence[Optimizer], job: Job, resumes_written: bool
 ) -> CaptureError | None:
     """Return the reason for which no capture is tried, or None if it is.
@@ -98,7 +98,7 @@ def why_written(
     return None
 
 
-def check_may_run_as_written(why: CaptureError, job: Job) -> None:
+def check_may_run_eagerly(why: CaptureError, job: Job) -> None:
     """Check that no option requires a captured step.
 
     Args:
@@ -246,7 +246,7 @@ class EagerRun(ShardedRun):
         self._reads = _ShardedGradientReads(store)
         parameter_plans = self.plan.stages[0].parameter_plans.values()
         keeps = not any(parameter_plan.uses_shards for parameter_plan in parameter_plans)
-        has_room = self.no_room_for_evaluation() is None
+        has_room = self.no_headroom_for_evaluation() is None
         self.on_use = EagerFullyShard(self.module, store, cpu_group("rounds"), keeps, has_room)
         self.whole.on_use.append(self.on_use)
 
@@ -356,7 +356,7 @@ def _check_pruning(module: Any, plan: Plan) -> None:
         SetupError: it is used and parameters are sharded.
     """
     parameter_plans = plan.stages[0].parameter_plans.values()
-    if not _is_pruned(module) or all(each.is_whole for each in parameter_plans):
+    if not _is_pruned(module) or all(each.is_unsharded for each in parameter_plans):
         return
 
     raise SetupError(

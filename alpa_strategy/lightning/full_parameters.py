@@ -205,9 +205,9 @@ class FullParameters:
         # Unchanged shards are not written: that would count as a change between forward and
         # backward.
         if not torch.equal(self.store.shard_like(parameter, full), shard):
-            self.store.take_whole(parameter, full, shard)
+            self.store.load_full(parameter, full, shard)
         for fully_shard in self.on_use:
-            fully_shard.take_whole(parameter, full)
+            fully_shard.load_full(parameter, full)
 
     @torch.no_grad()
     def end_of_backward(self) -> None:
@@ -226,7 +226,7 @@ def shapes_only(store: ParameterStore) -> Iterator[None]:
     shards = [(parameter, parameter.data) for parameter in store.parameters]
     with torch.inference_mode(False), torch.no_grad():
         for parameter, data in shards:
-            shape = store.whole_shape(parameter)
+            shape = store.full_shape(parameter)
             if data.shape != shape:
                 # Strides of 0.
                 parameter.data = data.new_zeros(()).expand(shape)

@@ -38,7 +38,8 @@ def joint_batch(batch: Any, axis: AxisComm, joins: bool) -> Any:
     lists: list[Any] = []
     for leaf, joined in zip(leaves, is_joined, strict=True):
         common.append(_common_part(leaf, joined))
-        lists.append(leaf if joined and _is_list(leaf) else ())
+        is_joined_list = joined and _is_list(leaf)
+        lists.append(leaf if is_joined_list else ())
 
     of_ranks = all_gather_object((common, lists), axis.group)
     if any(of_rank != common for of_rank, _ in of_ranks):
@@ -59,9 +60,16 @@ def joint_batch(batch: Any, axis: AxisComm, joins: bool) -> Any:
 def _joined_leaves(leaves: list[Any]) -> list[bool]:
     """Return for every leaf whether it has an item for each sample."""
     flags = iter(have_common_size(leaves))
-    has_samples = [isinstance(leaf, Tensor) and next(flags) for leaf in leaves]
-    sizes = [len(leaf) for leaf, flag in zip(leaves, has_samples, strict=True) if flag]
-    num_samples = sizes[0] if sizes else None
+    num_samples = None
+    has_samples = []
+    for leaf in leaves:
+        is_batched = False
+        if isinstance(leaf, Tensor):
+            is_batched = next(flags)
+        if is_batched:
+            num_samples = len(leaf)
+        has_samples.append(is_batched)
+
     for index, leaf in enumerate(leaves):
         if _is_list(leaf):
             has_samples[index] = len(leaf) == num_samples

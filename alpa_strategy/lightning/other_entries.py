@@ -43,7 +43,7 @@ def other_package_error() -> SetupError:
     )
 
 
-def name_the_cures() -> None:
+def wrap_other_entries() -> None:
     """Wrap the constructors, also of a package that is imported later."""
     refuse_alpa(Fabric, fabric_error)
     if OTHER_PACKAGE in sys.modules:

@@ -471,7 +471,7 @@ def check_optimizer(optimizer: OptimizerInfo, stages: tuple[StagePlan, ...]) -> 
 
     for stage in stages:
         for name, plan in stage.parameter_plans.items():
-            if not plan.is_whole:
+            if not plan.is_unsharded:
                 raise AlpaError(
                     f"{optimizer.name} does not work element by element (or has train() and"
                     f" eval()), and the plan stores {name!r} in shards"

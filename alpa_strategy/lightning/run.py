@@ -311,7 +311,7 @@ class Run(ShardedRun):
             self._num_changes += 1
             if (
                 self._num_changes > CHANGES + steps // STEPS_PER_SHAPE
-                and self.no_room_for_release() is None
+                and self.no_headroom_for_full_module() is None
             ):
                 raise CaptureError(
                     f"{changed or 'what the step depends on'} has changed, {self._num_changes}"
@@ -410,7 +410,7 @@ class Run(ShardedRun):
                 " with whole "
                 f"parameters; batches of one shape (drop_last=True) avoid that. {error.problem}"
             )
-            return partial(self._placed.compute_whole, step)
+            return partial(self._placed.compute_globally, step)
         return self._placed.training_program(step, plan)
 
     @override

@@ -138,20 +138,20 @@ class Session:
         """Plan on `batch` and shard the full module. Collective."""
         # Planning and the runtime are imported with the first batch, not with the package.
         with without_collections():
-            from alpa_strategy.lightning.eager_run import why_written
+            from alpa_strategy.lightning.eager_run import reason_for_eager_steps
             from alpa_strategy.lightning.sharded_run import RunInputs
             from alpa_strategy.runtime.host_memory import process_bytes
-            from alpa_strategy.runtime.sharded_parameter import are_held
+            from alpa_strategy.runtime.sharded_parameter import have_other_users
 
         named = list(module.named_parameters())
-        is_shared = any_rank(are_held([parameter for _, parameter in named]))
+        is_shared = any_rank(have_other_users([parameter for _, parameter in named]))
         shared = dict(compress(named, is_shared))
         job = _keeping_full(self._make_job(), tuple(shared))
         inputs = RunInputs(module, tuple(optimizers), job, self.deferred_init.sharding)
 
         resumes_eager = any_rank([bool(self._checkpoints.resumed.get("as_written"))])[0]
         if self._reason is None:
-            self._reason = why_written(module, optimizers, job, resumes_eager)
+            self._reason = reason_for_eager_steps(module, optimizers, job, resumes_eager)
 
         # Measurements draw random numbers.
         with isolate_rng(include_cuda=job.device.type == "cuda"):
@@ -189,7 +189,7 @@ class Session:
         """
         with without_collections():
             from alpa_strategy.capture.python_state import requiring_grad
-            from alpa_strategy.lightning.eager_run import EagerRun, check_may_run_as_written
+            from alpa_strategy.lightning.eager_run import EagerRun, check_may_run_eagerly
             from alpa_strategy.lightning.rank_consistency import toggled
             from alpa_strategy.lightning.submodule_run import SubmoduleRun
 
@@ -201,7 +201,7 @@ class Session:
             if inputs.job.submodules is not None:
                 return SubmoduleRun(inputs, reason, self._calls)
 
-            check_may_run_as_written(reason, inputs.job)
+            check_may_run_eagerly(reason, inputs.job)
             return EagerRun(inputs, reason, is_new)
 
     def _enter(self, run: "ShardedRun", state: ModuleState) -> None:
@@ -245,7 +245,7 @@ class Session:
         self._unshard()
         run = self._shard(run.module, run.optimizers, batch, batch_idx)
         for parameter, gradient in gradients:
-            run.store.give_gradient(parameter, gradient)
+            run.store.store_gradient(parameter, gradient)
         run.sync(not self._stays_local)
         return run
 

@@ -36,7 +36,7 @@ from alpa_strategy.lightning.rank_consistency import ParameterChangeDetector, to
 from alpa_strategy.lightning.step_effects import MetricStates
 from alpa_strategy.pipeline.step_programs import PlanRuntime
 from alpa_strategy.runtime.eager_fully_shard import EagerFullyShard
-from alpa_strategy.runtime.parameters import ParameterStore, all_whole
+from alpa_strategy.runtime.parameters import ParameterStore, unsharded_store
 from alpa_strategy.runtime.step_by_bucket import StepByBucket, can_step_in_parts
 from alpa_strategy.units import format_bytes
 
@@ -310,7 +310,7 @@ class ShardedRun(ABC):
             self.metrics.make_local()
         if not self.store.sharded_parameters:
             return
-        if any_rank([self.no_room_for_evaluation() is not None])[0]:
+        if any_rank([self.no_headroom_for_evaluation() is not None])[0]:
             self._evaluates = EagerFullyShard(self.module, self.store, cpu_group("evaluation"))
             self.whole.on_use.append(self._evaluates)
             self._evaluation.callback(self._evaluates.remove)
@@ -347,12 +347,12 @@ class ShardedRun(ABC):
     # Memory headroom of a device in addition to a training. These return None if the tensors fit,
     # else the reason, for a message
 
-    def no_room_for_whole(self, with_gradients: bool = False) -> str | None:
+    def no_headroom_for_full_parameters(self, with_gradients: bool = False) -> str | None:
         """Return why full parameters (and gradients) do not fit in addition to the training.
 
         None if they fit.
         """
-        whole = self.store.whole_bytes(self.store.parameters)
+        whole = self.store.full_bytes(self.store.parameters)
         here = [p for p in self.store.parameters if not self.store.is_on_host(p)]
         parts = sum(p.nbytes for p in here)
         state = sum(p.numel() for p in here) * self._optimizer_info.state_bytes
@@ -360,16 +360,16 @@ class ShardedRun(ABC):
             "they and what training keeps", 2 * parts + state + whole * (2 if with_gradients else 1)
         )
 
-    def no_room_for_evaluation(self) -> str | None:
+    def no_headroom_for_evaluation(self) -> str | None:
         """Return why full parameters do not fit in addition to a training step, or None."""
-        copies = self.store.whole_bytes(self.store.sharded_parameters)
+        copies = self.store.full_bytes(self.store.sharded_parameters)
         return self._against("they and a training step", self.plan.predicted.peak_bytes + copies)
 
-    def no_room_for_release(self) -> str | None:
+    def no_headroom_for_full_module(self) -> str | None:
         """Return why the full module and optimizer state do not fit; None if they fit."""
-        whole = self.store.whole_bytes(self.store.parameters)
+        whole = self.store.full_bytes(self.store.parameters)
         trained = sum(
-            self.store.whole_shape(p).numel() for p in self.store.parameters if p.requires_grad
+            self.store.full_shape(p).numel() for p in self.store.parameters if p.requires_grad
         )
         state = trained * self._optimizer_info.state_bytes
         return self._against("whole parameters and optimizer state", whole + state)
@@ -387,7 +387,7 @@ class ShardedRun(ABC):
             self._adapted.enter_context(use_whole_norms(trainer.precision_plugin, self.whole))
         if self.store.sharded_parameters:
             self._adapted.enter_context(
-                unshard_for_hooks(self.module, self.whole, self.no_room_for_whole)
+                unshard_for_hooks(self.module, self.whole, self.no_headroom_for_full_parameters)
             )
 
     def release(self) -> None:
@@ -397,7 +397,7 @@ class ShardedRun(ABC):
             unshard_state(optimizer, self.store)
         self.store.unshard()
         # Hooks of a step that is running see parameters through this store.
-        self.whole.store = all_whole()
+        self.whole.store = unsharded_store()
 
     def close(self) -> None:
         """Restore the hooks. No communication."""

@@ -284,7 +284,7 @@ def _combined(plan: Plan, plan_of_calls: Plan) -> Plan:
         stage_of_calls,
         parameter_plans=stage.parameter_plans | stage_of_calls.parameter_plans,
         shapes=stage.shapes,
-        ahead_bytes=0,
+        prefetched_bytes=0,
     )
     notes = (*plan.notes, *plan_of_calls.notes)
     return replace(plan_of_calls, stages=(combined_stage,), schedule=plan.schedule, notes=notes)

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from alpa_strategy.intra_op.decode import begun
+from alpa_strategy.intra_op.decode import launched_counts
 from alpa_strategy.ir.op import OpCall
 
 
@@ -39,18 +39,18 @@ class Line:
 
 
 def function_of(
-    source: str, what: str, namespace: dict[str, Any]
+    source: str, name: str, namespace: dict[str, Any]
 ) -> Callable[..., tuple[Tensor, ...]]:
-    """Compile `source`, which defines the function `what`; tracebacks show its lines.
+    """Compile `source`, which defines the function `name`; tracebacks show its lines.
 
     Args:
         namespace: what the function refers to; the function is added to it.
     """
-    filename = f"<alpa {what} {id(namespace):x}>"
+    filename = f"<alpa {name} {id(namespace):x}>"
     linecache.cache[filename] = (len(source), None, source.splitlines(True), filename)
     exec(compile(source, filename, "exec"), namespace)
-    weakref.finalize(namespace[what], linecache.cache.pop, filename, None)
-    return namespace[what]
+    weakref.finalize(namespace[name], linecache.cache.pop, filename, None)
+    return namespace[name]
 
 
 def unpacked(source: str, values: Mapping[int, int | str]) -> list[Line]:
@@ -72,19 +72,23 @@ def before_first_use(definitions: Sequence[Line], lines: Sequence[Line]) -> list
     return result
 
 
-def launch_early(lines: Sequence[Line], ahead_bytes: int = 0) -> list[Line]:
+def launch_early(lines: Sequence[Line], prefetched_bytes: int = 0) -> list[Line]:
     """Split reshardings into a line that launches one and a line that waits for it.
 
     Early reshardings are launched before all other lines. Gathers of parameters are launched when
-    an earlier one is waited for, at most `ahead_bytes` before they are needed; with 0 they are not
-    split. Lines on which a launch depends move with it.
+    an earlier one is waited for, at most `prefetched_bytes` before they are needed; with 0 they are
+    not split. Lines on which a launch depends move with it.
     """
     gathers: list[int] = []
-    if ahead_bytes:
+    if prefetched_bytes:
         gathers = [number for number, line in enumerate(lines) if line.gathers]
     # gather -> number of gathers that are launched before it is waited for
     num_launched = dict(
-        zip(gathers, begun([lines[number].gathers for number in gathers], ahead_bytes), strict=True)
+        zip(
+            gathers,
+            launched_counts([lines[number].gathers for number in gathers], prefetched_bytes),
+            strict=True,
+        )
     )
     makers: dict[str, int] = {}
     for number, line in enumerate(lines):

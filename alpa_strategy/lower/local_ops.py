@@ -338,7 +338,8 @@ def _combined(part: Tensor, comms: Sequence[AxisComm]) -> Tensor:
     """All devices' statistics [2 C + 1] from this one's, by one all-gather per axis."""
     channels = len(part) // 2
     for comm in comms:
-        parts = comm.all_gather(part.unsqueeze(0), 0, comm.size)  # [devices, 2 C + 1]
+        # [devices, 2 C + 1]
+        parts = comm.all_gather(part.unsqueeze(0), 0, comm.size)
         means, squares, counts = parts.split([channels, channels, 1], dim=1)
         total = counts.sum(0)
         mean = (means * counts).sum(0) / total
@@ -506,11 +507,13 @@ class VocabCrossEntropy(torch.autograd.Function):
         kept, target = kept.unsqueeze(dim), torch.where(kept, target, 0).unsqueeze(dim)
         weight = logits.new_ones(num_classes, dtype=dtype) if weight is None else weight.to(dtype)
         amount = (1.0 - smoothing) * weight[target] * kept
-        total = (amount + smoothing * weight.mean()) * kept  # A
+        # A
+        total = (amount + smoothing * weight.mean()) * kept
         class_shape = [1] * logits.dim()
         class_shape[dim] = -1
-        every = weight[first : first + here].view(class_shape)
-        every = every * (smoothing / num_classes)  # what smoothing gives each class here
+        class_weights = weight[first : first + here].view(class_shape)
+        # What smoothing gives each class here.
+        class_weights = class_weights * (smoothing / num_classes)
         is_here = (target >= first) & (target < first + here)
         index, amount = torch.where(is_here, target - first, 0), amount * is_here
 
@@ -518,7 +521,7 @@ class VocabCrossEntropy(torch.autograd.Function):
         shifted = logits.detach().to(dtype) - highest
         weighted = torch.where(amount != 0, shifted.gather(dim, index), 0.0) * amount
         if smoothing > 0.0:
-            weighted = weighted + (shifted * every).sum(dim, keepdim=True)
+            weighted = weighted + (shifted * class_weights).sum(dim, keepdim=True)
         exponentials = shifted.exp_()
         denominator, weighted = _over_all(
             torch.stack([exponentials.sum(dim, keepdim=True), weighted]), comms
@@ -529,7 +532,7 @@ class VocabCrossEntropy(torch.autograd.Function):
         if ctx.needs_input_grad[3]:
             gradient = exponentials.mul_(total / denominator)
             if smoothing > 0.0:
-                gradient.addcmul_(every, kept.to(dtype), value=-1)
+                gradient.addcmul_(class_weights, kept.to(dtype), value=-1)
             gradient.scatter_add_(dim, index, -amount)
             # fp16 would lose the small probabilities
             ctx.save_for_backward(

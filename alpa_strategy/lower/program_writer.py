@@ -526,7 +526,7 @@ class ProgramWriter:
         if self.compiler is not None:
             parameter_variables = {f"v{value}" for value in parameters}
             body = self.compiler.compiled(body, self.namespace, parameter_variables)
-        body = launch_early(body, self.stage.ahead_bytes)
+        body = launch_early(body, self.stage.prefetched_bytes)
         # Parameters may still be in flight: each is read just before its first use.
         body = before_first_use(unpacked("parameters", parameters), body)
         body = drop_dead(body)

@@ -74,31 +74,31 @@ class RingAttention(torch.autograd.Function):
             (grad,) = _zigzag(comm, (grad,))
         grad_query = torch.zeros_like(query, dtype=_wide(query))
         # The gradient of a key follows it one step later, and one step further: to its device.
-        own, flat = (key, value), _flat((key, value))
+        local, flat = (key, value), _flat((key, value))
         due = torch.zeros_like(flat, dtype=_wide(flat))
         coming_due: Pending | None = None
         for source, pair in _around(comm, flat):
             rows, columns, diagonal = _visible(comm.index, source, ctx.causal, query, key)
             # Kernels require a contiguous log-sum-exp.
             merged = _cut(out, rows), lse[..., rows].contiguous()
-            seen = _seen(pair, own, columns)
+            seen = _seen(pair, local, columns)
             parts = _attend_backward(
                 _cut(grad, rows), _cut(query, rows), seen, merged, diagonal, ctx.scale
             )
             _cut(grad_query, rows).add_(parts[0])
             due = due if coming_due is None else coming_due.wait()
-            for total, part in zip(_seen(due, own, columns), parts[1:], strict=True):
+            for total, part in zip(_seen(due, local, columns), parts[1:], strict=True):
                 total.add_(part)
             coming_due = _pass_on(comm, due)
         assert coming_due is not None
         due = coming_due.wait()
-        grads = tuple(g.to(query.dtype) for g in (grad_query, *_seen(due, own, slice(None))))
+        grads = tuple(g.to(query.dtype) for g in (grad_query, *_seen(due, local, slice(None))))
         grads = _zigzag(comm, grads, back=True) if ctx.causal else grads
         return None, *grads, None, None
 
 
 def _wide(tensor: Tensor) -> torch.dtype:
-    """The dtype of sums over devices: at least float32."""
+    """Return the dtype of sums over devices: at least float32."""
     return torch.promote_types(tensor.dtype, torch.float32)
 
 
@@ -110,7 +110,9 @@ def _cut(tensor: Tensor, rows: slice) -> Tensor:
 
 
 def _around(comm: AxisComm, flat: Tensor) -> Iterator[tuple[int, Tensor]]:
-    """(source device, its keys and values), step by step; the next ones are received meanwhile."""
+    """Yield (source device, its keys and values), step by step; the next ones are received
+    meanwhile.
+    """
     for step in range(comm.size):
         # The last ones have been on every device.
         is_last = step == comm.size - 1
@@ -121,18 +123,18 @@ def _around(comm: AxisComm, flat: Tensor) -> Iterator[tuple[int, Tensor]]:
 
 
 def _visible(
-    own: int, source: int, causal: bool, query: Tensor, key: Tensor
+    device: int, source: int, causal: bool, query: Tensor, key: Tensor
 ) -> tuple[slice, slice, bool]:
-    """Rows of device `own` that see anything of `source`, the columns that they see, whether that
-    is the diagonal.
+    """Return (the rows of `device` that attend to anything of `source`, the columns that they
+    attend to, whether that is the diagonal).
 
     Of 2 n halves a device has the i-th and the i-th from the end: of an earlier device it sees the
     first half, with all its rows; of a later one it sees both halves, with its second half's rows.
     """
     everything = slice(None)
-    if not causal or source == own:
+    if not causal or source == device:
         return everything, everything, causal
-    if source < own:
+    if source < device:
         return everything, slice(0, key.shape[-2] // 2), False
     return slice(query.shape[-2] // 2, None), everything, False
 
@@ -146,13 +148,15 @@ def _pass_on(comm: AxisComm, flat: Tensor) -> Pending:
     return comm.start_exchange(flat, sent, received)
 
 
-def _seen(flat: Tensor, own: Tensors, columns: slice) -> Tensors:
-    """Columns of a device's keys and values, or of their gradients, that were received flat.
+def _seen(flat: Tensor, local: Tensors, columns: slice) -> Tensors:
+    """Return some columns of a device's keys and values, or of their gradients.
 
-    `own` has their shapes.
+    Args:
+        flat: as they were received.
+        local: this device's; the tensors have the same shapes.
     """
-    parts = flat.split([x.numel() for x in own])
-    return tuple(_cut(part.view(x.shape), columns) for part, x in zip(parts, own, strict=True))
+    parts = flat.split([x.numel() for x in local])
+    return tuple(_cut(part.view(x.shape), columns) for part, x in zip(parts, local, strict=True))
 
 
 def _flat(tensors: Sequence[Tensor]) -> Tensor:
@@ -160,8 +164,8 @@ def _flat(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def _zigzag(comm: AxisComm, tensors: Tensors, back: bool = False) -> Tensors:
-    """Chunks in order -> halves i and 2 n - 1 - i on device i, of every tensor [..., rows, width];
-    or back.
+    """Return the tensors with halves i and 2 n - 1 - i on device i in place of chunk i, of every
+    tensor [..., rows, width]; with `back` the inverse.
     """
     n, i = comm.size, comm.index
     in_order = [(2 * device, 2 * device + 1) for device in range(n)]
@@ -182,9 +186,8 @@ def _zigzag(comm: AxisComm, tensors: Tensors, back: bool = False) -> Tensors:
         sent[goes_to[mine]] += size
         received[comes_from[others]] += size
     came = comm.start_exchange(flat, sent, received).wait().split(size)
-    places = sorted(
-        (0, 1), key=lambda p: comes_from[wanted[p]]
-    )  # halves that one device sends come in their order
+    # Halves that one device sends come in their order.
+    places = sorted((0, 1), key=lambda p: comes_from[wanted[p]])
     ordered = [
         part.split([shape.numel() for shape in shapes])
         for _, part in sorted(zip(places, came, strict=True))
@@ -217,8 +220,11 @@ def _attend(query: Tensor, pair: Tensors, causal: bool, scale: float) -> tuple[T
 def _attend_backward(
     grad: Tensor, query: Tensor, pair: Tensors, merged: Tensors, causal: bool, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of query, key, value. `pair`: key and value; `merged`: result and log-sum-exp over
-    all columns.
+    """Return the gradients of query, key and value.
+
+    Args:
+        pair: key and value.
+        merged: result and log-sum-exp over all columns.
     """
     groups, (out, lse) = pair[0].shape[1], merged
     key, value = (_as_heads(x, query) for x in pair)
@@ -227,7 +233,8 @@ def _attend_backward(
             *(grad, query, key, value, out, lse, 0.0, causal), scale=scale
         )
     elif _has_flash(query):
-        unused = torch.empty(2, dtype=torch.uint64, device=query.device)  # the state of a dropout
+        # The state of a dropout.
+        unused = torch.empty(2, dtype=torch.uint64, device=query.device)
         grads = aten._scaled_dot_product_flash_attention_backward(
             *(
                 grad,
@@ -247,9 +254,8 @@ def _attend_backward(
             scale=scale,
         )
     else:
-        weights = (
-            _scores(query, key, causal, scale) - lse.unsqueeze(-1)
-        ).exp()  # [batch, heads, rows, columns]
+        # [batch, heads, rows, columns]
+        weights = (_scores(query, key, causal, scale) - lse.unsqueeze(-1)).exp()
         query, key, value, out, grad = (x.to(weights.dtype) for x in (query, key, value, out, grad))
         grad_scores = weights * (grad @ value.mT - (grad * out).sum(-1, keepdim=True)) * scale
         grads = grad_scores @ key, grad_scores.mT @ query, weights.mT @ grad
@@ -273,7 +279,7 @@ def _scores(query: Tensor, key: Tensor, causal: bool, scale: float) -> Tensor:
 
 
 def _as_heads(tensor: Tensor, query: Tensor) -> Tensor:
-    """Heads that several query heads share, once for each of them."""
+    """Return the heads that several query heads share, repeated for each of them."""
     groups = query.shape[1] // tensor.shape[1]
     return tensor if groups == 1 else tensor.repeat_interleave(groups, 1)
 

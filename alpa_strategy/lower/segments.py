@@ -62,7 +62,8 @@ class Compiler:
 
     def __init__(self, options: Mapping[str, Any]) -> None:
         self._options = segment_options(options)
-        self.segments: dict[Hashable, Segment] = {}  # the distinct ones
+        # The distinct ones
+        self.segments: dict[Hashable, Segment] = {}
 
     def compiled(
         self,
@@ -70,11 +71,11 @@ class Compiler:
         namespace: MutableMapping[str, Any],
         parameters: Collection[str],
     ) -> list[Line]:
-        """`lines` with calls of segments in the place of runs of ops. The last line, the return,
-        stays as it is.
+        """Return `lines` with calls of compiled segments in place of runs of ops. The last line,
+        the return, stays as it is.
 
         Args:
-            namespace: what `lines` refer to; gets the segments.
+            namespace: the names that `lines` refer to; gets the segments.
             parameters: variables that hold the parameters.
         """
         made_ahead = _made_ahead(lines, parameters)
@@ -108,10 +109,10 @@ class Compiler:
         )
         key = source, tuple(line.call for line in lines)
         if key not in self.segments:
-            given = {short: namespace[name] for name, short in renamed.bound.items()}
+            variables = {short: namespace[name] for name, short in renamed.bound.items()}
             layers = dict.fromkeys(line.module for line in lines if line.module)
             self.segments[key] = Segment(
-                source, given, self._options, next(iter(layers), "the step")
+                source, variables, self._options, next(iter(layers), "the step")
             )
         name = f"segment_{len([known for known in namespace if known.startswith('segment_')])}"
         namespace[name] = self.segments[key]
@@ -121,7 +122,8 @@ class Compiler:
 
 
 def segment_options(options: Mapping[str, Any]) -> dict[str, Any]:
-    """`options`, and what Inductor is to do otherwise in a segment than in a whole net.
+    """Return the user's options with Inductor's defaults for a segment, which differ from those for
+    a full net.
 
     A segment's results keep the strides of eager PyTorch. Convolutions in another layout would be
     copied at each end, and gradients in that layout slow down what runs between segments.
@@ -152,10 +154,10 @@ def segment_options(options: Mapping[str, Any]) -> dict[str, Any]:
         def uuid(self) -> str:
             return "alpa_strategy: masks in the backward, 1"
 
-    own = {"layout_optimization": False, "joint_custom_post_pass": MasksInBackward()}
+    segment_defaults = {"layout_optimization": False, "joint_custom_post_pass": MasksInBackward()}
     mode = torch._inductor.list_mode_options(options["mode"]) if options.get("mode") else {}
     others = {name: value for name, value in options.items() if name not in ("mode", "options")}
-    return {**others, "options": {**own, **mode, **(options.get("options") or {})}}
+    return {**others, "options": {**segment_defaults, **mode, **(options.get("options") or {})}}
 
 
 class Segment:
@@ -175,7 +177,8 @@ class Segment:
         self.source, self._place = source, place
         self._eager = function_of(source, "segment", namespace)
         self._compiled = torch.compile(self._eager, fullgraph=True, dynamic=False, **options)
-        self._has_compiled: set[bool] = set()  # with gradients, without
+        # With gradients, without
+        self._has_compiled: set[bool] = set()
 
     def __call__(self, *operands: Tensor) -> tuple[Tensor, ...]:
         """Run compiled, or in eager if compilation failed."""
@@ -193,9 +196,10 @@ class Segment:
             self._has_compiled.add(torch.is_grad_enabled())
             return results
         except Exception as error:
+            # Loads Dynamo, which only those who compile need.
             from torch._dynamo.exc import (
                 TorchDynamoException,
-            )  # loads Dynamo, which only those who compile need
+            )
 
             if not isinstance(error, TorchDynamoException):
                 raise
@@ -234,40 +238,41 @@ class _Renamed(ast.NodeTransformer):
 
 
 def _made_ahead(lines: Sequence[Line], parameters: Collection[str]) -> set[int]:
-    """Numbers of the lines that gather parameters for use, and of what these need.
+    """Return the numbers of the lines that gather parameters for use, and of all that these need.
 
-    They are made of parameters alone, and run uncompiled before the other ops of their layer, so
-    that they do not cut
-    it: as ZeRO-3 by layers does. ZeRO-3's second gathering knows them by their autograd nodes
-    (`comm/saved_tensor_hooks.py`).
+    They depend on parameters alone, and run uncompiled before the other ops of their layer, so that
+    they do not split it: as ZeRO-3 by layers does. ZeRO-3's second gather finds them by their
+    autograd nodes (`comm/saved_tensor_hooks.py`).
     """
     of_parameters = set(parameters)
     for line in lines:
         if line.reads and of_parameters.issuperset(line.reads):
             of_parameters.update(line.defines)
     needed: set[str] = set()
-    found: set[int] = set()
+    numbers: set[int] = set()
     for number, line in reversed(list(enumerate(lines))):
         if (
             line.reads
             and of_parameters.issuperset(line.reads)
             and (line.is_resharding or needed & set(line.defines))
         ):
-            found.add(number)
+            numbers.add(number)
             needed.update(line.reads)
-    return found
+    return numbers
 
 
 def _layers(lines: Sequence[Line], made_ahead: Collection[int]) -> Iterator[list[Line]]:
-    """Runs of lines of one layer, each with what is made ahead first and never compiled."""
+    """Yield runs of lines of one layer, each with its `made_ahead` lines first, which are never
+    compiled.
+    """
     sizes = Counter(
         path for line in lines if line.call is not None for path in _numbered(line.module)
     )
-    own = [
+    layer_names = [
         next((path for path in _numbered(line.module) if sizes[path] >= LEAST_OPS), "")
         for line in lines
     ]
-    runs = [list(numbers) for _, numbers in groupby(range(len(lines)), key=own.__getitem__)]
+    runs = [list(numbers) for _, numbers in groupby(range(len(lines)), key=layer_names.__getitem__)]
     for layer in runs:
         ahead = [replace(lines[number], call=None) for number in layer if number in made_ahead]
         yield [*ahead, *(lines[number] for number in layer if number not in made_ahead)]
@@ -289,7 +294,9 @@ def _pieces(lines: Sequence[Line]) -> Iterator[list[Line]]:
 
 
 def _joined(pieces: Iterable[list[Line]]) -> list[list[Line]]:
-    """Neighbours that can be compiled as one where both are small: ends of two layers as well."""
+    """Return the pieces, with neighbours that can be compiled joined if both are small: the ends of
+    two layers as well.
+    """
     joined: list[list[Line]] = []
     for piece in pieces:
         compilable = all(line.call is not None for run in (piece, *joined[-1:]) for line in run)

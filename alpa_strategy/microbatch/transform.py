@@ -93,7 +93,10 @@ def microbatch(step: StepGraph, num_microbatches: int, num_ranks: int = 1) -> Mi
 
 def num_split_samples(step: StepGraph) -> int:
     """Return the number of samples that micro-batches split, those of all ranks."""
-    sizes = [leaf.meta.shape[0] for leaf in step.batch if leaf.batch_dim == 0 and leaf.is_split]
+    sizes = []
+    for leaf in step.batch:
+        if leaf.batch_dim == 0 and leaf.is_split:
+            sizes.append(leaf.meta.shape[0])
     return math.gcd(*sizes)
 
 

@@ -31,14 +31,14 @@ from alpa_strategy.microbatch.transform import MicroStep
 from alpa_strategy.pipeline.executor import Pipeline, PipelineSpec, SharedParameter
 from alpa_strategy.pipeline.per_step_values import PerStepValues
 from alpa_strategy.pipeline.stage_program import Span, StageInputs, StageProgram, Values
-from alpa_strategy.pipeline.stage_worker import OwnStage
+from alpa_strategy.pipeline.stage_worker import LocalStage
 from alpa_strategy.runtime.mesh_parameters import MeshParameters
 from alpa_strategy.schedules import actions
 from alpa_strategy.sharding.cross_mesh import StageSpec
 
 
 @dataclass(frozen=True)
-class StagePlaces:
+class StageDevices:
     """The devices of this rank's stages, and how programs are made for them: the same for all
     pipelines of a job.
     """
@@ -70,7 +70,7 @@ def build_pipeline(
     micro: MicroStep,
     stages: Sequence[StagePlan],
     schedule: str,
-    places: StagePlaces,
+    places: StageDevices,
     stores: Mapping[int, MeshParameters],
     held: Sequence[Mapping[str, ParameterPlan]] | None = None,
 ) -> Pipeline:
@@ -106,7 +106,7 @@ def build_pipeline(
             warnings.warn(f"alpa: compile: {reason}: stages run uncompiled", stacklevel=2)
         places = replace(places, compiler=None, overlaps=False)
 
-    own: dict[int, OwnStage] = {}
+    local_stages: dict[int, LocalStage] = {}
     for index, (stage_graph, stage, mesh) in enumerate(
         zip(graphs, stages, places.meshes, strict=True)
     ):
@@ -116,7 +116,7 @@ def build_pipeline(
         buffers: dict[str, Any] = {COUNTERS: {}}
         buffers |= {b.name: module.get_buffer(b.name) for b in stage_graph.buffers}
         names = _names_with_gradients(index, stage_graph, shared)
-        own[index] = OwnStage(
+        local_stages[index] = LocalStage(
             program=program,
             store=stores[index],
             mesh=mesh,
@@ -124,7 +124,7 @@ def build_pipeline(
             buffers=buffers,
             per_step=per_step,
         )
-    return Pipeline(spec, own, places.device, places.group)
+    return Pipeline(spec, local_stages, places.device, places.group)
 
 
 def _names_with_gradients(
@@ -149,7 +149,7 @@ def _splits_backward(schedule: str, stages: Sequence[StagePlan], num_microbatche
 
 
 def _program(
-    index: int, graph: StepGraph, stage: StagePlan, places: StagePlaces, store: MeshParameters
+    index: int, graph: StepGraph, stage: StagePlan, places: StageDevices, store: MeshParameters
 ) -> tuple[StageProgram, PerStepValues]:
     """Return the program of a stage for a micro-batch, and the values that it computes from its
     parameters once per step.
@@ -177,7 +177,7 @@ def _program(
         samples = [inputs.batch[index_in_batch[leaf.value]] for leaf in span.batch]
         received = [inputs.received[value] for value in span.received]
         parameters = per_step.beside(inputs.parameters, inputs.buffers)
-        with store.regather_hooks(stage.ahead_bytes) if regathers else nullcontext():
+        with store.regather_hooks(stage.prefetched_bytes) if regathers else nullcontext():
             return program(parameters, inputs.buffers, samples, received)
 
     spans: list[Span] = []
@@ -264,17 +264,21 @@ def _shared(
     """
     trained: dict[str, ParameterInput] = {}
     for graph in graphs:
-        for given in graph.parameters:
-            if given.meta.requires_grad:
-                trained[given.name] = given
+        for parameter_input in graph.parameters:
+            if parameter_input.meta.requires_grad:
+                trained[parameter_input.name] = parameter_input
 
     shared: dict[tuple[tuple[int, str, Layout], ...], SharedParameter] = {}
-    for given in trained.values():
+    for parameter_input in trained.values():
         uses: list[tuple[int, str, Layout]] = []
         for index, plans in enumerate(held):
-            uses += [(index, name, plans[name].layout) for name in given.names if name in plans]
+            uses += [
+                (index, name, plans[name].layout) for name in parameter_input.names if name in plans
+            ]
         meshes = {stage_ranks(stages[index]) for index, _, _ in uses}
         if len(meshes) > 1:
             key = tuple(uses)
-            shared.setdefault(key, SharedParameter(given.meta.shape, given.meta.dtype, key))
+            shared.setdefault(
+                key, SharedParameter(parameter_input.meta.shape, parameter_input.meta.dtype, key)
+            )
     return tuple(shared.values())

@@ -5,7 +5,7 @@ Every rank of the job makes the same `Pipeline` from the same `PipelineSpec`, an
 together. Only `own` differs: programs, parameters and meshes of the stages on this rank.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial, reduce
 from itertools import permutations
@@ -24,7 +24,7 @@ from alpa_strategy.ir.placement import Layout
 from alpa_strategy.microbatch.rules import WHOLE, cut, joined, rows
 from alpa_strategy.microbatch.transform import MicroStep
 from alpa_strategy.pipeline.stage_program import Values
-from alpa_strategy.pipeline.stage_worker import OwnStage, StageWorker, sends_of
+from alpa_strategy.pipeline.stage_worker import LocalStage, StageWorker, sends_of
 from alpa_strategy.runtime.mesh_parameters import MeshParameters
 from alpa_strategy.schedules import actions
 from alpa_strategy.sharding.cross_mesh import (
@@ -90,7 +90,7 @@ class Pipeline:
 
     Args:
         spec: the same on all ranks.
-        own: stage index -> programs, parameters and mesh, for the stages on this rank.
+        local_stages: stage index -> programs, parameters and mesh, for the stages on this rank.
         device: of this rank's tensors.
         group: the ranks that run it; None: all of the job.
 
@@ -101,12 +101,12 @@ class Pipeline:
     def __init__(
         self,
         spec: PipelineSpec,
-        own: Mapping[int, OwnStage],
+        local_stages: Mapping[int, LocalStage],
         device: torch.device,
         group: Any = None,
     ) -> None:
         self.spec = spec
-        self._own = dict(own)
+        self._local_stages = dict(local_stages)
         self._device = device
         self._group = group
         self._rank = rank_in(group)
@@ -123,12 +123,13 @@ class Pipeline:
         self._abandoned: list[Outbox] = []
 
         self._workers = {
-            index: StageWorker(index, spec.stages[index], own[index]) for index in sorted(own)
+            index: StageWorker(index, spec.stages[index], local_stages[index])
+            for index in sorted(local_stages)
         }
 
         # All of this rank's stages are on one mesh.
         meshes = list(dict.fromkeys(stage.ranks for stage in spec.stages))
-        self._mesh = meshes.index(spec.stages[min(own)].ranks)
+        self._mesh = meshes.index(spec.stages[min(local_stages)].ranks)
         stages_per_mesh = len(spec.stages) // len(meshes)
         orders = actions(spec.schedule, len(meshes), micro.num_microbatches, stages_per_mesh)
         self._actions = orders[self._mesh]
@@ -138,27 +139,22 @@ class Pipeline:
         last_index: dict[MeshParameters, int] = {}
         for index, action in enumerate(self._actions):
             if action.kind in "BW":
-                last_index[own[action.stage].store] = index
+                last_index[local_stages[action.stage].store] = index
         self._last_backward = {index: store for store, index in last_index.items()}
 
         self._num_steps = 0
         self._connect()
         self._deliveries = [Delivery(spec, ranks, self._world, self._transfer) for ranks in meshes]
 
-        # Each once.
-        parameters: dict[int, nn.Parameter] = {}
-        for stage in own.values():
-            for parameter in stage.parameters.values():
-                parameters[id(parameter)] = parameter
-        self._parameters = tuple(parameters.values())
-
+        self._parameters = _distinct_parameters(local_stages.values())
         self._sums = [
-            SharedSum(shared, spec, own, self._rank, self._transfer) for shared in spec.shared
+            SharedSum(shared, spec, local_stages, self._rank, self._transfer)
+            for shared in spec.shared
         ]
 
     def _connect(self) -> None:
         ranks = [stage.ranks for stage in self.spec.stages]
-        meshes = {index: own.mesh for index, own in self._own.items()}
+        meshes = {index: local_stage.mesh for index, local_stage in self._local_stages.items()}
         channels = [tuple(sorted({*ranks[c.source], *ranks[c.target]})) for c in self.channels]
         groups = message_groups(channels, self._group)
         for number, (channel, (ahead, back)) in enumerate(zip(self.channels, groups, strict=True)):
@@ -178,17 +174,19 @@ class Pipeline:
         Args:
             buffers: by name; names that no stage on this rank reads are ignored.
         """
-        for own in self._own.values():
-            own.buffers.update({name: buffers[name] for name in own.buffers if name in buffers})
+        for local_stage in self._local_stages.values():
+            local_stage.buffers.update(
+                {name: buffers[name] for name in local_stage.buffers if name in buffers}
+            )
 
     def step(
-        self, batch: Sequence[Tensor], given: Values | None = None, loss_scale: float = 1.0
+        self, batch: Sequence[Tensor], received: Values | None = None, loss_scale: float = 1.0
     ) -> tuple[Values, Gradients]:
         """Run forward, backward and reduction of a step over the global batch.
 
         Args:
             batch: this rank's samples of the batch's tensors, in the order of the graph's `batch`.
-            given: the full values of `MicroStep.given` for the step, on every rank.
+            received: the full values of `MicroStep.given` for the step, on every rank.
             loss_scale: gradients are those of the loss times this.
 
         Returns:
@@ -203,7 +201,7 @@ class Pipeline:
         for parameter in self._parameters:
             parameter.grad = None
         try:
-            self._start_step(batch, given or {}, loss_scale)
+            self._start_step(batch, received or {}, loss_scale)
             self._run_actions()
             self._outbox.drain()
             values = self._collect()
@@ -225,7 +223,7 @@ class Pipeline:
                 parameter.grad = grad
         return values, gradients
 
-    def _start_step(self, batch: Sequence[Tensor], given: Values, loss_scale: float) -> None:
+    def _start_step(self, batch: Sequence[Tensor], received: Values, loss_scale: float) -> None:
         """Send the batch's samples to the stages."""
         # Every step has tags of its own, apart from those of a step that has failed.
         num_tags = max(1, 2 * len(self.channels) * self.spec.micro.num_microbatches)
@@ -238,7 +236,7 @@ class Pipeline:
         scale = torch.full((), loss_scale, dtype=torch.float64, device=self._device)
         for index, worker in self._workers.items():
             batches = self._deliveries[self._mesh].batches(index, deliveries[self._mesh], batch)
-            given_values = self._given_values(index, given)
+            given_values = self._given_values(index, received)
             worker.start_step(batches, given_values, scale, self._outbox, self._sends, first_tag)
 
     def _run_actions(self) -> None:
@@ -278,10 +276,10 @@ class Pipeline:
         for shared in self._sums:
             shared.add([next(arrived) for _ in shared.transfers])
 
-    def _given_values(self, index: int, given: Values) -> list[Values]:
+    def _given_values(self, index: int, received: Values) -> list[Values]:
         """Return by micro-batch this rank's shards of the given values that stage `index` reads."""
         stage = self.spec.stages[index]
-        coordinate = self._own[index].mesh.coordinate
+        coordinate = self._local_stages[index].mesh.coordinate
         num_microbatches = self.spec.micro.num_microbatches
         result: list[Values] = []
         for number in range(num_microbatches):
@@ -289,7 +287,7 @@ class Pipeline:
             for value, layout in stage.received.items():
                 if value not in self.spec.micro.given:
                     continue
-                tensor = given[value]
+                tensor = received[value]
                 state = self.spec.micro.states[value]
                 if state.kind == "rows":
                     tensor = cut(tensor, state, num_microbatches, number)
@@ -450,13 +448,22 @@ class Delivery:
         return result
 
 
+def _distinct_parameters(stages: Iterable[LocalStage]) -> tuple[nn.Parameter, ...]:
+    """Return the parameters of all stages, each once."""
+    parameters: dict[int, nn.Parameter] = {}
+    for stage in stages:
+        for parameter in stage.parameters.values():
+            parameters[id(parameter)] = parameter
+    return tuple(parameters.values())
+
+
 class SharedSum:
     """Sums one parameter's gradients over the meshes that use it: each sends its own to all others.
 
     Args:
         shared: the parameter.
         spec: of the pipeline.
-        own: the stages on this rank.
+        local_stages: the stages on this rank, by index.
         rank: this one.
         transfer: makes a `Transfer` of plans.
     """
@@ -465,7 +472,7 @@ class SharedSum:
         self,
         shared: SharedParameter,
         spec: PipelineSpec,
-        own: Mapping[int, OwnStage],
+        local_stages: Mapping[int, LocalStage],
         rank: int,
         transfer: Callable[..., Transfer],
     ) -> None:
@@ -483,10 +490,10 @@ class SharedSum:
         # layout.
         self._local: tuple[int, nn.Parameter, tuple[int, ...]] | None = None
         for index, (stage, name, _) in enumerate(uses):
-            if stage in own:
+            if stage in local_stages:
                 box = sides[index].boxes(shared.shape)[rank]
                 local_shape = tuple(stop - start for start, stop in box)
-                self._local = (index, own[stage].parameters[name], local_shape)
+                self._local = (index, local_stages[stage].parameters[name], local_shape)
 
     def own_gradients(self) -> list[list[Tensor | None]]:
         """Return this rank's tensors for each transfer: its gradient, None if it has none."""

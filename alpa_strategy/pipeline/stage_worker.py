@@ -39,7 +39,7 @@ def sends_of(orders: Orders) -> Sends:
 
 
 @dataclass
-class OwnStage:
+class LocalStage:
     """A stage on this rank. Stages on one mesh may have the same `store`."""
 
     program: StageProgram
@@ -131,10 +131,10 @@ class StageWorker:
         own: its program, parameters and mesh; its buffers are updated in place.
     """
 
-    def __init__(self, index: int, spec: StageSpec, own: OwnStage) -> None:
+    def __init__(self, index: int, spec: StageSpec, local_stage: LocalStage) -> None:
         self.index = index
         self.spec = spec
-        self._own = own
+        self._local_stage = local_stage
 
         # Ends of channels from earlier stages, and to later ones.
         self._incoming: list[ChannelEnd] = []
@@ -185,7 +185,7 @@ class StageWorker:
 
         # Micro-batches between their forward and their last backward.
         self._in_flight: dict[int, StageRun] = {}
-        self._own.per_step.forget()
+        self._local_stage.per_step.forget()
 
     def post(self, action: Action) -> None:
         """Post the receives that an action waits for."""
@@ -201,9 +201,12 @@ class StageWorker:
         for end in self._incoming:
             received |= zip(end.values, end.take(microbatch), strict=True)
         wanted = {value for end in self._incoming for value in end.differentiable}
-        run = StageRun(self._own.program, wanted)
+        run = StageRun(self._local_stage.program, wanted)
         inputs = StageInputs(
-            self._own.store.step_inputs(), self._own.buffers, self._batches[microbatch], received
+            self._local_stage.store.step_inputs(),
+            self._local_stage.buffers,
+            self._batches[microbatch],
+            received,
         )
         escaping, sent = run.forward(inputs)
 
@@ -213,7 +216,7 @@ class StageWorker:
             end.send(self._outbox, [sent[value] for value in end.values], microbatch)
         self._in_flight[microbatch] = run
         for name, value in self.spec.buffer_updates.items():
-            self._own.buffers[name] = escaping[value].detach()
+            self._local_stage.buffers[name] = escaping[value].detach()
         self.escaped[microbatch] = {value: escaping[value].detach() for value in self.spec.escaping}
 
     def backward(self, microbatch: int, in_halves: bool) -> None:
@@ -225,7 +228,7 @@ class StageWorker:
         """
         run = self._in_flight[microbatch] if in_halves else self._in_flight.pop(microbatch)
         receive = partial(self._arrived_grads, microbatch)
-        grads = run.backward(receive, self._loss_scale, self._own.store.hold, in_halves)
+        grads = run.backward(receive, self._loss_scale, self._local_stage.store.hold, in_halves)
         for end in self._incoming:
             end.send(self._outbox, [grads[value] for value in end.differentiable], microbatch)
 

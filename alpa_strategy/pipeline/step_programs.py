@@ -33,7 +33,7 @@ from alpa_strategy.lower.codegen import lower
 from alpa_strategy.lower.segments import Compiler
 from alpa_strategy.microbatch.transform import MicroStep, microbatch
 from alpa_strategy.pipeline.build import (
-    StagePlaces,
+    StageDevices,
     build_pipeline,
     is_gathered_at_use,
     stage_randoms,
@@ -98,7 +98,7 @@ class PlanRuntime:
         shapes_and_ranks = [(stage.logical_mesh, stage_ranks(stage)) for stage in stages]
         meshes = build_stage_meshes(shapes_and_ranks, backend, group=group)
         compiler = None if compile is None else Compiler(compile)
-        self._places = StagePlaces(
+        self._places = StageDevices(
             meshes, stage_randoms(stages, meshes, seed), device, cluster, compiler, group
         )
         if len(stages) == 1:
@@ -162,8 +162,8 @@ class PlanRuntime:
 
         def direct(leaves: Leaves, counters: Mapping[str, int]) -> Values:
             buffers = step_buffers(self.module, step, counters)
-            with parameters.regather_hooks(stage.ahead_bytes) if regathers else nullcontext():
-                inputs = parameters.step_inputs(stage.ahead_bytes)
+            with parameters.regather_hooks(stage.prefetched_bytes) if regathers else nullcontext():
+                inputs = parameters.step_inputs(stage.prefetched_bytes)
                 return lowered(inputs, buffers, _samples_of_mesh(step, leaves, mesh))[0]
 
         return direct
@@ -188,16 +188,18 @@ class PlanRuntime:
 
         values: Values = {}
         if micro.prologue is not None:
-            values |= self._compute_whole(micro.prologue, buffers, leaves, values)[0]
+            values |= self._compute_globally(micro.prologue, buffers, leaves, values)[0]
         given = {value: values[source] for value, source in micro.given.items()}
         scale = self.loss_scale()
         escaping, gradients = pipeline.step(batch_rows(micro.graph, leaves), given, scale)
         values |= escaping
         if micro.epilogue is not None:
-            values |= self._compute_whole(micro.epilogue, buffers, leaves, values)[0]
+            values |= self._compute_globally(micro.epilogue, buffers, leaves, values)[0]
         return values | {step.loss: hand_over(values[step.loss], gradients, scale)}
 
-    def compute_whole(self, step: StepGraph, leaves: Leaves, counters: Mapping[str, int]) -> Values:
+    def compute_globally(
+        self, step: StepGraph, leaves: Leaves, counters: Mapping[str, int]
+    ) -> Values:
         """Compute all of a step on every rank; each keeps its shards of the gradients.
 
         Args:
@@ -210,7 +212,7 @@ class PlanRuntime:
         """
         scale = self.loss_scale()
         buffers = step_buffers(self.module, step, counters)
-        values, parameters = self._compute_whole(step, buffers, leaves, {}, trains=True)
+        values, parameters = self._compute_globally(step, buffers, leaves, {}, trains=True)
         loss = values[step.loss]
         trained = {name: leaf for name, leaf in parameters.items() if leaf.requires_grad}
         grads = torch.autograd.grad(
@@ -224,7 +226,7 @@ class PlanRuntime:
         values = {value: tensor.detach() for value, tensor in values.items()}
         return values | {step.loss: hand_over(values[step.loss], tuple(gradients), scale)}
 
-    def _compute_whole(
+    def _compute_globally(
         self,
         part: StepGraph,
         buffers: Mapping[str, Any],

@@ -11,7 +11,14 @@ from alpa_strategy.errors import CaptureError, OptionError
 from alpa_strategy.ir.graph import ParameterInput
 from alpa_strategy.ir.op import TensorMeta
 from alpa_strategy.ir.optimizer_info import OptimizerInfo
-from alpa_strategy.ir.plan import AS_WRITTEN, Fingerprint, ParameterPlan, Plan, Predicted, StagePlan
+from alpa_strategy.ir.plan import (
+    EAGER_SCHEDULE,
+    Fingerprint,
+    ParameterPlan,
+    Plan,
+    Predicted,
+    StagePlan,
+)
 from alpa_strategy.options import (
     BUCKET_BYTES,
     SELECTIVE,
@@ -235,14 +242,14 @@ def plan_eager(
         collectives=(),
         predicted=predicted,
         shapes={parameter.name: parameter.meta.shape for parameter in parameters},
-        ahead_bytes=int(storage.prefetch_bytes + more_prefetched),
+        prefetched_bytes=int(storage.prefetch_bytes + more_prefetched),
     )
     reason = " ".join(why.problem.split())
     return Plan(
-        fingerprint=Fingerprint(*[AS_WRITTEN] * len(Fingerprint.__dataclass_fields__)),
+        fingerprint=Fingerprint(*[EAGER_SCHEDULE] * len(Fingerprint.__dataclass_fields__)),
         stages=(stage,),
         predicted=predicted,
-        schedule=AS_WRITTEN,
+        schedule=EAGER_SCHEDULE,
         notes=(f"each rank runs the step eagerly, on its own batch: {reason}",),
     )
 

@@ -6,7 +6,7 @@ from alpa_strategy.planner.task import PlanTask
 
 
 def known_host_seconds(task: PlanTask) -> tuple[float, float]:
-    """(of the optimizer's Python, of the Trainer's loop) in seconds a step."""
+    """Return seconds per step of (the optimizer's Python, the Trainer's loop)."""
     device = task.cluster.device
     num_trained = sum(parameter.meta.requires_grad for parameter in task.step.parameters)
     optimizer = optimizer_host_seconds(task.optimizer, num_trained, device)
@@ -14,7 +14,9 @@ def known_host_seconds(task: PlanTask) -> tuple[float, float]:
 
 
 def seconds_with_host(seconds: float, task: PlanTask) -> float:
-    """Seconds of a step whose devices take `seconds`, in a job whose devices are measured."""
+    """Return the seconds of a step whose devices take `seconds`, in a job whose devices are
+    measured.
+    """
     if not task.cluster.measured:
         return seconds
     optimizer, loop = known_host_seconds(task)

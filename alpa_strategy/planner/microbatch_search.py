@@ -145,8 +145,10 @@ class _Climb:
         return best
 
     def _climb(self, start: int, step: int, patience: int) -> int:
-        """Go from `start` by `step` until `patience` numbers in turn are no better (one, once a
-        better one was seen), and return the index of the best.
+        """Return the index of the best number of micro-batches on the way from `start` by `step`.
+
+        It stops after `patience` numbers in turn that are no better (one, once a better one was
+        seen).
         """
         best_index = start
         index = start + step

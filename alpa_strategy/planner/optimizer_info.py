@@ -53,13 +53,13 @@ def inspect_optimizer(configured: Optimizer | Sequence[Optimizer]) -> OptimizerI
                 [v for key, v in group.items() if key not in _MEMBERS and not isinstance(v, float)]
             )
             kinds.update({(flags, max(2, parameter.dim())): group for parameter in group["params"]})
-        found = [
+        works = [
             _works(partial(_rebuilt, optimizer, group), dims) for (_, dims), group in kinds.items()
         ]
         # Hooks have a schedule-free one's change weights, by state that must be there.
         if hasattr(optimizer, "train") and hasattr(optimizer, "eval"):
-            found.append((False, False))
-        element_wise, parameter_wise = map(all, zip(*found, strict=True))
+            works.append((False, False))
+        element_wise, parameter_wise = map(all, zip(*works, strict=True))
         state_bytes, moved, scratch = _per_element(optimizer)
         step_seconds, parameter_seconds = _python_seconds(optimizer)
         return OptimizerInfo(
@@ -87,27 +87,27 @@ def _works(make: Make, dims: int) -> tuple[bool, bool]:
     grads = [
         grad * 30.0**step for step, grad in enumerate(grads)
     ]  # large ones too, which it may clip
-    (whole,) = _trained(make, [start], [grads])
+    (full,) = _trained(make, [start], [grads])
 
     def in_shards(dim: int, size: int) -> Tensor:
         shards = zip(start.split(size, dim), *(g.split(size, dim) for g in grads), strict=True)
         return torch.cat(
-            [_trained(make, [part], [own_grads])[0] for part, *own_grads in shards], dim
+            [_trained(make, [shard], [own_grads])[0] for shard, *own_grads in shards], dim
         )
 
     cuts = ((0, 3), (0, 1), (1, 2), (1, 4))  # (dim, size of a shard)
     element_wise = all(
-        torch.allclose(in_shards(*cut), whole, rtol=1e-12, atol=1e-14) for cut in cuts
+        torch.allclose(in_shards(*cut), full, rtol=1e-12, atol=1e-14) for cut in cuts
     )
-    element_wise &= not torch.equal(whole, start)  # what moves nothing shows nothing
+    element_wise &= not torch.equal(full, start)  # what moves nothing shows nothing
     others = [g * 3.0 for g in grads]
     both = _trained(make, [start, -start], [grads, others])
-    alone = (whole, *_trained(make, [-start], [others]))
+    alone = (full, *_trained(make, [-start], [others]))
     return element_wise, all(map(torch.allclose, both, alone))
 
 
 def optimizer_info_of(module: Any) -> OptimizerInfo:
-    """`OptimizerInfo` of what `module.configure_optimizers()` gives, for planning without a
+    """Return the `OptimizerInfo` of `module.configure_optimizers()`, for planning without a
     Trainer.
 
     A module whose method needs a Trainer is planned as with Adam.
@@ -122,8 +122,8 @@ def optimizer_info_of(module: Any) -> OptimizerInfo:
 
 
 def _optimizers_in(configured: Any) -> list[Optimizer]:
-    """The optimizers in what `configure_optimizers` may return: alone, in lists, with schedulers,
-    in dictionaries.
+    """Return the optimizers in a result of `configure_optimizers`: a single one, lists, with
+    schedulers, or dictionaries.
     """
     if isinstance(configured, Optimizer):
         return [configured]
@@ -133,7 +133,7 @@ def _optimizers_in(configured: Any) -> list[Optimizer]:
         configured[0], list | tuple
     ):  # ([optimizer, ...], [scheduler, ...])
         return list(configured[0])
-    return [optimizer for each in configured for optimizer in _optimizers_in(each)]
+    return [optimizer for entry in configured for optimizer in _optimizers_in(entry)]
 
 
 def wants_sparse_gradients(optimizer: Optimizer) -> bool:
@@ -233,7 +233,7 @@ class _Traffic(LiveStorages):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = super().__torch_dispatch__(func, types, args, kwargs)
         if not func.is_view:
-            is_in_place = any(each.is_write for each in func._schema.arguments)
+            is_in_place = any(argument.is_write for argument in func._schema.arguments)
             self.moved += _num_bytes((args, kwargs)) + _num_bytes(args[0] if is_in_place else out)
         return out
 
@@ -245,8 +245,10 @@ def _num_bytes(tree: Any) -> int:
 def _trained(
     make: Make, starts: Sequence[Tensor], grads: Sequence[Sequence[Tensor]]
 ) -> list[Tensor]:
-    """Parameters of a fresh optimizer after one step per gradient; `grads` by parameter, then by
-    step.
+    """Return the parameters of a fresh optimizer after one step per gradient.
+
+    Args:
+        grads: by parameter, then by step.
     """
     parameters = [torch.nn.Parameter(start.clone()) for start in starts]
     rebuilt = make(parameters)
@@ -260,8 +262,8 @@ def _trained(
 def _rebuilt(
     optimizer: Optimizer, group: Mapping[str, Any], parameters: list[torch.nn.Parameter]
 ) -> Optimizer:
-    """A fresh optimizer of the same class with a group's settings, as schedulers left them, for
-    other parameters.
+    """Return a fresh optimizer of the same class for other parameters, with a group's settings as
+    schedulers left them.
     """
     accepted = inspect.signature(type(optimizer).__init__).parameters
     takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in accepted.values())
@@ -275,7 +277,9 @@ def _rebuilt(
     )  # a warmup begins at none
     # Kernels for devices; what they compute is the same, and the probe runs on the CPU.
     settings |= {key: False for key in ("fused", "capturable") if settings.get(key)}
-    own = {
+    group_options = {
         k: copy.copy(v) for k, v in group.items() if k not in (*optimizer.defaults, *_MEMBERS)
     }  # GaLore's `rank`
-    return type(optimizer)([own | {"params": parameters}] if own else parameters, **settings)
+    return type(optimizer)(
+        [group_options | {"params": parameters}] if group_options else parameters, **settings
+    )

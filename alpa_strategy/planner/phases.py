@@ -180,7 +180,7 @@ def _stored_parameters(step: StepGraph, stage: StagePlan) -> dict[str, _StoredPa
     for name, plan in stage.parameter_plans.items():
         frozen_modes = []
         for mode in plan.modes:
-            frozen_modes.append("R" if mode.is_whole else f"S{mode.dim}")
+            frozen_modes.append("R" if mode.is_unsharded else f"S{mode.dim}")
         frozen_plan = ParameterPlan.parse(" ".join(frozen_modes), plan.num_segments)
         local_shape = plan.layout.local_shape(metas[name].shape, mesh, (0,) * len(mesh))
         num_bytes = metas[name].with_shape(local_shape).num_bytes
@@ -324,7 +324,7 @@ class _PhasePrices:
             if source.mesh == target.mesh:
                 layouts = source.plan.step_layout(False), target.plan.step_layout(False)
                 bytes_by_layouts[layouts] += parameter.meta.num_bytes
-            elif not (source.mesh and source.plan.is_whole):
+            elif not (source.mesh and source.plan.is_unsharded):
                 # Between meshes: as if a device had nothing of it before.
                 gathered_bytes += target.num_bytes
 

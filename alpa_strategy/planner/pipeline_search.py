@@ -330,8 +330,8 @@ class PipelineSearch:
         not come to them.
         """
         num_devices = self.task.cluster.num_devices
-        whole = next(mesh for mesh in self.meshes if math.prod(mesh) == num_devices)
-        self._unlikely = frozenset(self.meshes) - {whole}
+        all_devices = next(mesh for mesh in self.meshes if math.prod(mesh) == num_devices)
+        self._unlikely = frozenset(self.meshes) - {all_devices}
 
         misses = 0
         for count in reversed(counts):
@@ -340,11 +340,12 @@ class PipelineSearch:
                 continue
             best_seconds = min([known, *(candidate.seconds for candidate in self.best)])
             with timed(self.spent, "stage costs"):
-                bound = stage_costs(job, [whole], self._runs, unlikely=[whole])[0].least.sum()
+                fastest = stage_costs(job, [all_devices], self._runs, unlikely=[all_devices])
+                bound = fastest[0].least.sum()
                 if bound >= best_seconds or misses > 1:
                     # With more micro-batches one stage takes longer.
                     return
-                seconds = stage_costs(job, [whole], self._runs)[0].seconds[0, -1]
+                seconds = stage_costs(job, [all_devices], self._runs)[0].seconds[0, -1]
                 fits = bool(np.isfinite(seconds).any())
             if fits and self._price(count, None, known).seconds >= best_seconds:
                 misses += 1

@@ -21,7 +21,7 @@ from alpa_strategy.intra_op.overlap import product_of
 from alpa_strategy.ir.graph import ParameterInput, StepGraph
 from alpa_strategy.ir.placement import DualLayout, dual_layout_to_str
 from alpa_strategy.ir.plan import ParameterPlan, Plan, StagePlan, Storage, modes_text, stage_ranks
-from alpa_strategy.schedules import SCHEDULES, mesh_of, why_not
+from alpa_strategy.schedules import SCHEDULES, mesh_of, refusal
 from alpa_strategy.sharding.strategies import axis_strategies, localize
 
 _FIX = "undo the edit, or leave the file out: the run then makes a new plan"
@@ -29,12 +29,14 @@ _SHOWN = 8  # of an op's strategies, in the error
 
 
 def check_plan(plan: Plan, graph: StepGraph, num_devices: int, given: Iterable[int] = ()) -> None:
-    """PlanError where `plan` would not compute `graph`, or not on all of the job's devices.
+    """Check that `plan` computes `graph` on all of the job's devices.
 
     Args:
-        graph: what they run: the step, or its micro-batch where there are several
-            (`MicroStep.graph`).
-        given: received values that no stage makes (`MicroStep.given`).
+        graph: the step, or its micro-batch if there are several (`MicroStep.graph`).
+        given: received values that no stage computes (`MicroStep.given`).
+
+    Raises:
+        PlanError: it does not.
     """
     stages = plan.stages
     _check_ops(stages, graph)
@@ -125,7 +127,7 @@ def _check_schedule(plan: Plan) -> None:
         return
     # Meshes are numbered by their first stage.
     meshes = list(dict.fromkeys(stage_ranks(stage) for stage in plan.stages))
-    reason = why_not(plan.schedule, len(meshes), plan.num_microbatches)
+    reason = refusal(plan.schedule, len(meshes), plan.num_microbatches)
     if reason is None:
         holders = [mesh_of(plan.schedule, len(meshes), index) for index in range(len(plan.stages))]
         per_mesh, rest = divmod(len(plan.stages), len(meshes))

@@ -32,7 +32,7 @@ from alpa_strategy.microbatch.transform import MicroStep, microbatch
 from alpa_strategy.planner.assembly import plan_of
 from alpa_strategy.planner.cost_task import stage_cost_task
 from alpa_strategy.planner.task import PlanTask
-from alpa_strategy.schedules import in_flight_by_stage, why_not
+from alpa_strategy.schedules import in_flight_by_stage, refusal
 
 
 def replan_fingerprint(task: PlanTask, running: Plan) -> Fingerprint:
@@ -196,7 +196,7 @@ def _microbatches(step: StepGraph, running: Plan, num_devices: int) -> MicroStep
     failures: list[PlanError] = []
     for count in range(running.num_microbatches, 0, -1):
         if len(running.stages) > 1:
-            problem = why_not(running.schedule, num_meshes, count)
+            problem = refusal(running.schedule, num_meshes, count)
             if problem is not None:
                 failures.append(PlanError(problem, "load batches of one size"))
                 continue

@@ -22,11 +22,11 @@ def is_short(task: PlanTask, seconds: float) -> bool:
 
 
 def why_data_parallel(task: PlanTask, data_seconds: float, best_seconds: float) -> str | None:
-    """Why data parallelism is taken in the place of the solver's plan; None where it is not.
+    """Return why data parallelism is taken in place of the solver's plan; None if it is not.
 
     Args:
-        data_seconds: predicted for a step under data parallelism, its reduction of gradients
-            hidden behind the backward.
+        data_seconds: predicted for a step under data parallelism whose gradient reduction is hidden
+            behind the backward.
         best_seconds: the same of the solver's plan.
     """
     if data_seconds == best_seconds:

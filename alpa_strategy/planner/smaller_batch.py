@@ -15,18 +15,18 @@ BatchShapes = list[list[int]]
 
 
 def batch_shapes(step: StepGraph) -> BatchShapes:
-    """Shapes of the tensors of the step's batch, of all ranks together: plain data."""
+    """Return the shapes of the step's batch, of all ranks together: plain data."""
     return [list(step.values[leaf.value].shape) for leaf in step.batch]
 
 
 def plan_on_smaller_batch(
     step: StepGraph, planned: BatchShapes | None, running: Plan
 ) -> Plan | None:
-    """The plan of `step`: the running one, where it is that of the same ops on a batch that is
-    nowhere smaller; None where the step needs a plan of its own.
+    """Return the running plan if it can execute `step`: the same ops on a batch that is nowhere
+    larger. None if the step needs a plan of its own.
 
     Args:
-        planned: `batch_shapes` of the step that `running` was made for; None: not known.
+        planned: `batch_shapes` of the step that `running` was made for; None: unknown.
     """
     if planned is None or running.is_pipelined or not _fit_into(batch_shapes(step), planned):
         return None

@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 from torch.utils.weak import WeakIdKeyDictionary
 
-from alpa_strategy.capture.kept_state import KeptNames, kept_in
+from alpa_strategy.capture.kept_state import NamesSnapshot, snapshots_in
 from alpa_strategy.capture.python_state import framework_attributes, patched, version_of
 from alpa_strategy.errors import OptionError, RuntimeMismatchError
 from alpa_strategy.units import format_bytes
@@ -305,7 +305,7 @@ class ActivationBudget:
         # A module that changes its inputs in place cannot be recomputed: its kind stays unknown.
         leaves_inputs = all(version_of(tensor) == version for tensor, version in input_versions)
         if kind not in self._saved_per_input_byte and num_bytes and leaves_inputs:
-            ratio = kept_bytes(output, arguments, self._tensors) / num_bytes
+            ratio = saved_for_backward_bytes(output, arguments, self._tensors) / num_bytes
             self._saved_per_input_byte[kind] = ratio
             self._saved_bytes += num_bytes * (1 + ratio)
         return output
@@ -320,7 +320,7 @@ class ActivationBudget:
         was_known = self._outside_bytes is not None
         input_bytes = sum(self._input_bytes.values())
         if self._outside_bytes is None or input_bytes > self._outside_input_bytes:
-            all_saved = kept_bytes(loss, (), self._tensors)
+            all_saved = saved_for_backward_bytes(loss, (), self._tensors)
             self._outside_bytes = max(0.0, all_saved - self._saved_bytes)
             self._outside_input_bytes = input_bytes
 
@@ -341,7 +341,7 @@ class ActivationBudget:
         )
 
 
-def kept_bytes(results: Any, until: Any, apart: Iterable[Tensor]) -> int:
+def saved_for_backward_bytes(results: Any, until: Any, apart: Iterable[Tensor]) -> int:
     """Return the bytes that autograd has saved for the backward of `results`.
 
     What hooks of saved tensors put in the place of tensors (recomputed activations, sharded
@@ -423,12 +423,12 @@ def _record_state(module: nn.Module, arguments: Iterable[Any]) -> Callable[[], N
     values = [v for v in values if not isinstance(v, Tensor | int | float | str | None)]
     values += [random.random.__self__, np.random.rand.__self__]  # type: ignore[attr-defined]
 
-    recorded: list[Any] = [KeptNames("", names, dict(names)) for names in _namespaces(module)]
+    recorded: list[Any] = [NamesSnapshot("", names, dict(names)) for names in _namespaces(module)]
 
     # The namespaces above have the modules' own attributes already.
     visited = set(map(id, module.modules()))
     for value in values:
-        recorded += kept_in(value, "", visited)
+        recorded += snapshots_in(value, "", visited)
 
     def restore() -> None:
         for item in recorded:

@@ -198,10 +198,10 @@ class EagerFullyShard:
         self._full.clear()
         self._stays_full = False
 
-    def take_whole(self, parameter: nn.Parameter, whole: Tensor) -> None:
-        """Write the new full value `whole` into the full copy of `parameter`, if there is one."""
-        if parameter in self._full and not torch.equal(self._full[parameter], whole):
-            self._full[parameter].copy_(whole)
+    def load_full(self, parameter: nn.Parameter, full: Tensor) -> None:
+        """Write the new full value `full` into the full copy of `parameter`, if there is one."""
+        if parameter in self._full and not torch.equal(self._full[parameter], full):
+            self._full[parameter].copy_(full)
 
     def remove(self) -> None:
         """Undo all changes to the module."""
@@ -297,7 +297,7 @@ class EagerFullyShard:
     ) -> None:
         """Put a parameter into the open unit of its block and dtype, or into a new one if full."""
         key = (block, parameter.dtype)
-        num_bytes = self._store.whole_bytes([parameter])
+        num_bytes = self._store.full_bytes([parameter])
         unit = open_units.get(key)
         if unit is None or self._unit_bytes[unit] + num_bytes > BUCKET_BYTES:
             unit = len(self._units)
@@ -377,7 +377,7 @@ class EagerFullyShard:
         """
         if prefetched:
             num_bytes = sum(self._unit_bytes[member] for member in (*prefetched, unit))
-            if num_bytes > self._store.ahead_bytes or unit in prefetched:
+            if num_bytes > self._store.prefetched_bytes or unit in prefetched:
                 return False
         return not any(parameter in self._full for parameter in self._units[unit])
 
@@ -400,7 +400,7 @@ class EagerFullyShard:
         has_nan = parameter.is_floating_point() or parameter.is_complex()
         value = float("nan") if has_nan else 0
         one = torch.full((), value, dtype=parameter.dtype, device=parameter.device)
-        return one.expand(self._store.whole_shape(parameter))
+        return one.expand(self._store.full_shape(parameter))
 
 
 def set_data(tensors: Iterable[tuple[nn.Parameter, Tensor]]) -> None:
@@ -527,7 +527,7 @@ class UnshardOnAccess(TorchFunctionMode):
             return parameter
         key = (id(parameter), parameter.requires_grad, torch.is_grad_enabled())
         if key not in self._full_copies:
-            full = self._store.whole_in_step(parameter)
+            full = self._store.unsharded_for_autograd(parameter)
             self._full_copies[key] = (parameter, full, full._version)
         _, full, _ = self._full_copies[key]
         return full

@@ -126,7 +126,9 @@ def _keeps_few_blocks(plan: Plan) -> bool:
     if plan.is_eager:
         # Activations of eager steps are in no plan: only the limit can be enforced.
         return True
-    is_unsharded = all(p.is_whole for stage in plan.stages for p in stage.parameter_plans.values())
+    is_unsharded = all(
+        p.is_unsharded for stage in plan.stages for p in stage.parameter_plans.values()
+    )
     return is_unsharded and not plan.is_pipelined
 
 

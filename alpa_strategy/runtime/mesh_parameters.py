@@ -50,12 +50,12 @@ class MeshParameters:
         self.listens = True
 
     def add(
-        self, given: ParameterInput, plan: ParameterPlan, parameter: nn.Parameter
+        self, parameter_input: ParameterInput, plan: ParameterPlan, parameter: nn.Parameter
     ) -> ShardedParameter:
         """Add a parameter of a stage. Stages on the same devices store it alike.
 
         Args:
-            given: the parameter as an input of the step.
+            parameter_input: the parameter as an input of the step.
             plan: how it is stored.
             parameter: of the module, still with its full data.
         """
@@ -64,9 +64,9 @@ class MeshParameters:
             return known
 
         replicas = None if self._replicas is None else self._replicas.mesh
-        sharded = ShardedParameter.of(given, plan, parameter, self.mesh, replicas)
+        sharded = ShardedParameter.of(parameter_input, plan, parameter, self.mesh, replicas)
         self._by_parameter[parameter] = sharded
-        self._by_name.update(dict.fromkeys(given.names, sharded))
+        self._by_name.update(dict.fromkeys(parameter_input.names, sharded))
         return sharded
 
     def shard(
@@ -122,23 +122,23 @@ class MeshParameters:
             # The node remembers the shape of the shard, too.
             sharded.accumulator = None
 
-    def step_inputs(self, ahead_bytes: int = 0) -> Mapping[str, Tensor]:
+    def step_inputs(self, prefetched_bytes: int = 0) -> Mapping[str, Tensor]:
         """Return name -> what the lowered step takes: the parameter itself, or its copy that is
         gathered once per step (`G` modes).
 
         All gatherings start now and overlap with the step; access to a parameter waits for its own.
 
         Args:
-            ahead_bytes: of gradients whose sums (ZeRO-3) may overlap with the backward.
+            prefetched_bytes: of gradients whose sums (ZeRO-3) may overlap with the backward.
         """
         for sharded in self._by_parameter.values():
             if sharded.is_gathered_once and sharded.leaf is None and sharded.link is None:
                 sharded.begin_gathering()
 
-        if not ahead_bytes or self.mesh.whole.size == 1 or not torch.is_grad_enabled():
+        if not prefetched_bytes or self.mesh.whole.size == 1 or not torch.is_grad_enabled():
             return LazyTensors(self.step_input)
 
-        sums = Sums(ahead_bytes)
+        sums = Sums(prefetched_bytes)
         entered: dict[str, Tensor] = {}
         for sharded in self._by_parameter.values():
             if not sharded.parameter.requires_grad or not sharded.plan.uses_shards:
@@ -189,14 +189,14 @@ class MeshParameters:
         for name, dtype in dtypes.items():
             self._by_name[name].will_be_read_in(dtype)
 
-    def regather_hooks(self, ahead_bytes: int) -> SavedTensorHooks:
+    def regather_hooks(self, prefetched_bytes: int) -> SavedTensorHooks:
         """Context of a forward: what it gathers at use is not saved for the backward, but
         re-gathered there (ZeRO-3).
 
         Args:
-            ahead_bytes: that the backward may prefetch.
+            prefetched_bytes: that the backward may prefetch.
         """
-        return SavedTensorHooks(self._by_parameter, self._results.store, ahead_bytes)
+        return SavedTensorHooks(self._by_parameter, self._results.store, prefetched_bytes)
 
     def hold(self, names: Collection[str]) -> None:
         """Set the parameters, by the step's names, whose gradients are not complete when the next

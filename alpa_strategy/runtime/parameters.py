@@ -99,7 +99,7 @@ class ParameterStore:
         self.copies = copies
 
         # Bytes of full parameters that may be prefetched.
-        self.ahead_bytes = max((stage.ahead_bytes for stage in stages), default=0)
+        self.prefetched_bytes = max((stage.prefetched_bytes for stage in stages), default=0)
 
         # By stage, and by id of the mesh: stages on one mesh share their parameters.
         self.of_stage: dict[int, MeshParameters] = {}
@@ -114,13 +114,14 @@ class ParameterStore:
             if stage_mesh is not None:
                 new = MeshParameters(stage_mesh, replicas)
                 self.of_stage[index] = self._meshes.setdefault(id(stage_mesh), new)
-            for given in inputs:
-                self._add(module, given, stage, self.of_stage.get(index))
+            for parameter_input in inputs:
+                self._add(module, parameter_input, stage, self.of_stage.get(index))
 
-        for given in inputs:
-            if module.get_parameter(given.name) not in self:
+        for parameter_input in inputs:
+            if module.get_parameter(parameter_input.name) not in self:
                 raise PlanError(
-                    f"the plan has no entry for parameter {given.name}", "plan again for this model"
+                    f"the plan has no entry for parameter {parameter_input.name}",
+                    "plan again for this model",
                 )
 
         # Not full on every rank, in order. All if other ranks may lack what this one stores.
@@ -133,7 +134,7 @@ class ParameterStore:
     def _add(
         self,
         module: nn.Module,
-        given: ParameterInput,
+        parameter_input: ParameterInput,
         stage: StagePlan,
         mesh_parameters: MeshParameters | None,
     ) -> None:
@@ -141,25 +142,25 @@ class ParameterStore:
 
         Args:
             module: the user's module.
-            given: the parameter.
+            parameter_input: the parameter.
             stage: which is on this rank if `mesh_parameters` is not None.
             mesh_parameters: those of the stage's mesh.
         """
         plans = stage.parameter_plans
-        planned_names = [name for name in given.names if name in plans]
+        planned_names = [name for name in parameter_input.names if name in plans]
         if not planned_names:
             return
 
-        parameter = module.get_parameter(given.name)
+        parameter = module.get_parameter(parameter_input.name)
         sharded = None
         if mesh_parameters is not None:
-            sharded = mesh_parameters.add(given, plans[planned_names[0]], parameter)
+            sharded = mesh_parameters.add(parameter_input, plans[planned_names[0]], parameter)
 
         known = self._known.get(parameter)
         if known is None:
             source = stage_ranks(stage)[0]
             self._known[parameter] = _StageParameter(
-                given.name, parameter.shape, source, owned=sharded, local=sharded
+                parameter_input.name, parameter.shape, source, owned=sharded, local=sharded
             )
         elif known.local is None:
             known.local = sharded
@@ -187,14 +188,14 @@ class ParameterStore:
         """Return the step's name of one of `parameters`."""
         return self._known[parameter].name
 
-    def whole_shape(self, parameter: nn.Parameter) -> torch.Size:
+    def full_shape(self, parameter: nn.Parameter) -> torch.Size:
         """Return the full shape of a parameter in the module."""
         known = self._known.get(parameter)
         return parameter.shape if known is None else known.shape
 
-    def whole_bytes(self, parameters: Iterable[nn.Parameter]) -> int:
+    def full_bytes(self, parameters: Iterable[nn.Parameter]) -> int:
         """Return the bytes of all `parameters` at their full shapes."""
-        return sum(self.whole_shape(p).numel() * p.element_size() for p in parameters)
+        return sum(self.full_shape(p).numel() * p.element_size() for p in parameters)
 
     def is_on_host(self, parameter: nn.Parameter) -> bool:
         """Whether this rank's shard is stored in host memory."""
@@ -316,13 +317,13 @@ class ParameterStore:
         for mesh in self._meshes.values():
             mesh.finish_backward(completed)
 
-    def give_gradient(self, parameter: nn.Parameter, whole: Tensor) -> None:
-        """Store this rank's shard of `whole`, a full gradient that is complete already."""
+    def store_gradient(self, parameter: nn.Parameter, full: Tensor) -> None:
+        """Store this rank's shard of `full`, a full gradient that is complete already."""
         known = self._known.get(parameter)
         if known is None:
-            parameter.grad = whole
+            parameter.grad = full
         elif known.local is not None:
-            known.local.put_gradient(known.local.shard_like(whole))
+            known.local.put_gradient(known.local.shard_like(full))
 
     def after_optimizer_step(self) -> None:
         """Drop the copies that were gathered for the last step: parameters have new values."""
@@ -352,15 +353,15 @@ class ParameterStore:
         if known is None:
             return tensor
         if known.owned is not None:
-            whole = known.owned.gather_like(tensor)
+            full = known.owned.gather_like(tensor)
         else:
-            whole = torch.empty(shape or known.shape, dtype=tensor.dtype, device=self.device)
+            full = torch.empty(shape or known.shape, dtype=tensor.dtype, device=self.device)
         if self._is_split:
-            whole = whole.contiguous()
-            dist.broadcast(whole, group=self.mesh.whole.group, group_src=known.source)
-        return whole
+            full = full.contiguous()
+            dist.broadcast(full, group=self.mesh.whole.group, group_src=known.source)
+        return full
 
-    def whole_in_step(self, parameter: nn.Parameter) -> Tensor:
+    def unsharded_for_autograd(self, parameter: nn.Parameter) -> Tensor:
         """Return the full parameter, differentiable, for code that all ranks run alike. Collective.
 
         The gradient of the result is complete on every rank.
@@ -409,30 +410,30 @@ class ParameterStore:
         assert first is not None
         return _start_gather_in_one(list(parts.values()), splits, first.mesh.axes[0], first.device)
 
-    def collect_from_owners(self, own: Mapping[nn.Parameter, T]) -> dict[nn.Parameter, T]:
+    def collect_from_owners(self, local_objects: Mapping[nn.Parameter, T]) -> dict[nn.Parameter, T]:
         """Return for each parameter the object of the stage that owns it, on every rank.
         Collective.
 
         Args:
-            own: this rank's objects, small and picklable.
+            local_objects: this rank's objects, small and picklable.
         """
         if not self._is_split:
-            return dict(own)
+            return dict(local_objects)
 
         owned: dict[str, T] = {}
         for parameter, known in self._known.items():
-            if known.owned is not None and parameter in own:
-                owned[known.name] = own[parameter]
+            if known.owned is not None and parameter in local_objects:
+                owned[known.name] = local_objects[parameter]
         of_ranks = all_gather_object(owned, self.mesh.whole.group)
 
-        result = {p: value for p, value in own.items() if p not in self}
+        result = {p: value for p, value in local_objects.items() if p not in self}
         for parameter, known in self._known.items():
             of_owner = of_ranks[known.source]
             if known.name in of_owner:
                 result[parameter] = of_owner[known.name]
         return result
 
-    def shard_like(self, parameter: nn.Parameter, whole: Tensor) -> Tensor:
+    def shard_like(self, parameter: nn.Parameter, full: Tensor) -> Tensor:
         """Return this rank's shard (a copy, perhaps empty) of a full tensor.
 
         Tensors of another shape than the full parameter's are returned unchanged, if this rank
@@ -440,22 +441,22 @@ class ParameterStore:
         """
         known = self._known.get(parameter)
         if known is None:
-            return whole
-        return whole.new_empty(0) if known.local is None else known.local.shard_like(whole)
+            return full
+        return full.new_empty(0) if known.local is None else known.local.shard_like(full)
 
-    def take_whole(self, parameter: nn.Parameter, whole: Tensor, part: Tensor) -> None:
+    def load_full(self, parameter: nn.Parameter, full: Tensor, shard: Tensor) -> None:
         """Write new values into this rank's shard, and into a copy that is gathered for the step.
 
         Does nothing if this rank stores none of the parameter.
 
         Args:
             parameter: of the module.
-            whole: its full new values.
-            part: the shard to write to.
+            full: its full new values.
+            shard: the shard to write to.
         """
         local = self._known[parameter].local
         if local is not None:
-            local.take_whole(whole, part)
+            local.load_full(full, shard)
 
 
 def _start_gather_in_one(
@@ -496,6 +497,6 @@ def _start_gather_in_one(
     return wait
 
 
-def all_whole() -> ParameterStore:
+def unsharded_store() -> ParameterStore:
     """Return the store of a module without sharded parameters. No communication."""
     return ParameterStore(nn.Module(), (), (), (), build_mesh((world_size(),)))

@@ -107,7 +107,7 @@ class ShardedParameter:
     @classmethod
     def of(
         cls,
-        given: ParameterInput,
+        parameter_input: ParameterInput,
         plan: ParameterPlan,
         parameter: nn.Parameter,
         mesh: MeshComm,
@@ -116,15 +116,15 @@ class ShardedParameter:
         """Return the module's `parameter` under its plan.
 
         Args:
-            given: the parameter as an input of the step.
+            parameter_input: the parameter as an input of the step.
             plan: how it is stored.
             parameter: of the module, still with its full data.
             mesh: the devices of its stage.
             replicas: set if each rank uses the full parameter for a step of its own; gradients are
                 summed over this mesh.
         """
-        shape = torch.Size(given.meta.shape)
-        module_shape = torch.Size(given.module_shape or shape)
+        shape = torch.Size(parameter_input.meta.shape)
+        module_shape = torch.Size(parameter_input.module_shape or shape)
 
         # Values and gradients are stored alike.
         storage = tuple(map(_storage_placement, plan.layout))
@@ -137,7 +137,7 @@ class ShardedParameter:
         is_copied_from_host = plan.on_host and not plan.is_fetched
         is_copied_once = plan.is_gathered_once or is_copied_from_host
         return cls(
-            given.name,
+            parameter_input.name,
             plan,
             parameter,
             mesh,
@@ -195,30 +195,30 @@ class ShardedParameter:
             return tensor
         return self.to_full.values(self.in_step(tensor.to(self.device))).view(self.module_shape)
 
-    def shard_like(self, whole: Tensor) -> Tensor:
+    def shard_like(self, full: Tensor) -> Tensor:
         """Return this rank's shard (`local_shape`, a copy) of a full tensor of `module_shape`.
 
         Tensors of another shape are returned unchanged.
         """
-        if whole.shape != self.module_shape:
-            return whole
-        piece = self._piece(whole, self.plan.layout)
+        if full.shape != self.module_shape:
+            return full
+        piece = self._piece(full, self.plan.layout)
         if self.link is None:
             local = piece.clone(memory_format=torch.contiguous_format)
         else:
             local = host_copy(piece)
         return local.view(self.local_shape)
 
-    def take_whole(self, whole: Tensor, part: Tensor) -> None:
+    def load_full(self, full: Tensor, shard: Tensor) -> None:
         """Write new values into the shard, and into the copy that is gathered for the step.
 
         Args:
-            whole: the full new values, of `module_shape`.
-            part: the shard to write to, of `local_shape`.
+            full: the full new values, of `module_shape`.
+            shard: the shard to write to, of `local_shape`.
         """
-        part.copy_(self.shard_like(whole))
+        shard.copy_(self.shard_like(full))
         if self.leaf is not None:
-            self.leaf.data.copy_(self._piece(whole, self._use))
+            self.leaf.data.copy_(self._piece(full, self._use))
         else:
             self.drop_copy()
 
@@ -451,10 +451,10 @@ class ShardedParameter:
             self.plan.layout.local_shape(self.shape, self.mesh.shape, self.mesh.coordinate)
         )
 
-    def _piece(self, whole: Tensor, layout: Layout) -> Tensor:
+    def _piece(self, full: Tensor, layout: Layout) -> Tensor:
         """Return the view of the full tensor that this device stores under `layout`."""
         ranges = layout.slices(self.shape, self.mesh.shape, self.mesh.coordinate)
-        return whole.view(self.shape)[tuple(slice(start, stop) for start, stop in ranges)]
+        return full.view(self.shape)[tuple(slice(start, stop) for start, stop in ranges)]
 
 
 def _storage_placement(placement: Placement) -> DualPlacement:
@@ -465,7 +465,7 @@ def _replicated_placement(mode: ParameterMode) -> DualPlacement:
     return INVARIANT if mode.storage is Storage.INVARIANT else REPLICATE
 
 
-def are_held(parameters: Sequence[nn.Parameter]) -> list[bool]:
+def have_other_users(parameters: Sequence[nn.Parameter]) -> list[bool]:
     """Return for each parameter whether another object uses its memory, and would not follow it
     when its data is replaced by a shard.
 

@@ -15,7 +15,7 @@ from alpa_strategy.lower.local_ops import batch_norm_sync
 
 
 def synced(
-    module: nn.Module, every: bool, ranks: Callable[[], AxisComm]
+    module: nn.Module, all_norms: bool, ranks: Callable[[], AxisComm]
 ) -> list[tuple[Any, str, Callable[..., Tensor]]]:
     """Return replacements (for `patched`) of the forwards of batch norms that synchronize their
     training statistics over all ranks.
@@ -25,10 +25,10 @@ def synced(
 
     Args:
         module: whose batch norms are synchronized.
-        every: every BatchNorm instead of SyncBatchNorms that name no process group.
+        all_norms: every BatchNorm instead of SyncBatchNorms that name no process group.
         ranks: returns the ranks; called only if there is a batch norm to synchronize.
     """
-    kind = _BatchNorm if every else nn.SyncBatchNorm
+    kind = _BatchNorm if all_norms else nn.SyncBatchNorm
     norms: set[nn.Module] = set()
     for submodule in module.modules():
         if isinstance(submodule, kind) and getattr(submodule, "process_group", None) is None:

@@ -19,8 +19,10 @@ def per_rank_match(target: PerRank, inner: RuleMatch | None) -> RuleMatch:
         inner: result of the rule of `target.inner`; None if it has no rule.
     """
     num_results = len(target.inner.results)
-    operand_dims = tuple(0 if is_mapped else None for is_mapped in target.mapped)
-    over_ranks = Split(operand_dims, (0,) * num_results, even=True)
+    operand_dims: list[int | None] = []
+    for is_mapped in target.mapped:
+        operand_dims.append(0 if is_mapped else None)
+    over_ranks = Split(tuple(operand_dims), (0,) * num_results, even=True)
     if inner is None:
         return RuleMatch((over_ranks,))
 
@@ -35,7 +37,8 @@ def per_rank_match(target: PerRank, inner: RuleMatch | None) -> RuleMatch:
 def _shifted_split(target: PerRank, split: Split) -> Split:
     operands = []
     for dim, is_mapped in zip(split.operands, target.mapped, strict=True):
-        operands.append(dim + 1 if dim is not None and is_mapped else dim)
+        is_moved = dim is not None and is_mapped
+        operands.append(dim + 1 if is_moved else dim)
     results: list[int | str] = []
     for mark in split.results:
         results.append(mark + 1 if isinstance(mark, int) else mark)

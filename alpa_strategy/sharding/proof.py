@@ -241,7 +241,7 @@ def _close(a: Tensor, b: Tensor, tolerance: float, scale: float) -> bool:
 
 
 def _scale(tensors: Sequence[Tensor]) -> float:
-    """Largest finite absolute value of all tensors."""
+    """Return the largest finite absolute value of all tensors; 0.0 if there is none."""
     largest = 0.0
     for tensor in tensors:
         has_scale = tensor.is_floating_point() or tensor.is_complex()

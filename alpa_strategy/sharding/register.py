@@ -174,7 +174,7 @@ def _overloads(op: str) -> list[torch._ops.OpOverload]:
 
 
 def _misfit(signature: Signature, target: torch._ops.OpOverload) -> str:
-    """The reason why a rule cannot be one of this overload; empty if it can."""
+    """Return the reason why a rule cannot be one of this overload; empty if it can."""
     schema = target._schema
     if schema.is_mutable:
         return "it changes its arguments; only an op that returns new tensors can be divided"
@@ -193,7 +193,7 @@ def _misfit(signature: Signature, target: torch._ops.OpOverload) -> str:
 
 
 def _bad_indices(signature: Signature) -> str:
-    """The reason why a rule's indices are wrong; empty if they are not."""
+    """Return the reason why a rule's indices are wrong; empty if they are right."""
     known = {index.name for term in signature.operands for index in term.indices}
     for term in (*signature.operands, *signature.results):
         names = [index.name for index in term.indices]

@@ -134,7 +134,7 @@ def test_table_fits_a_narrow_terminal(num_stages):
             forward_seconds=0.0241,
             backward_seconds=0.0932,
             remat=True,
-            remat_cuts=(20, 40),
+            recompute_splits=(20, 40),
         )
         for i, s in enumerate(plan.stages)
     ]

@@ -48,19 +48,19 @@ def test_on_the_cube_mesh_neighbours_are_joined_by_two_links():
     """By hand, on `nvidia-smi topo -m`: pairs 0-3, 1-2, 4-7, 5-6 have two links, 0-1, 2-3 (as
     numbered) one and two.
     """
-    found, *others = CUBE.orders()
-    assert found.ranks_of(0, 8) == (0, 3, 1, 2, 4, 7, 5, 6)
+    best_order, *others = CUBE.orders()
+    assert best_order.ranks_of(0, 8) == (0, 3, 1, 2, 4, 7, 5, 6)
     assert not any(
-        _as_good(meshes_of(found), meshes_of(other)) for other in others
+        _as_good(meshes_of(best_order), meshes_of(other)) for other in others
     )  # these have faster messages
     numbered = replace(CUBE, order="numbered")
-    assert bandwidths(found, (2,), (1, 2)) == [TWO]
+    assert bandwidths(best_order, (2,), (1, 2)) == [TWO]
     assert bandwidths(numbered, (2,), (1, 2)) == [ONE]
     # Of 0, 1, 4, 5 (links 1, 2, 1, 2 around) each device has three links to the others; of 0, 2, 4,
     # 6 device 2 has two.
-    assert bandwidths(found, (4, 2)) == pytest.approx([3 * ONE, TWO])
+    assert bandwidths(best_order, (4, 2)) == pytest.approx([3 * ONE, TWO])
     assert bandwidths(numbered, (4, 2)) == pytest.approx([2 * ONE, ONE])
-    assert bandwidths(found, (8,)) == pytest.approx(
+    assert bandwidths(best_order, (8,)) == pytest.approx(
         [6 * ONE]
     )  # three rings over all, in both directions
 
@@ -74,11 +74,11 @@ def test_no_order_of_the_cube_mesh_has_a_mesh_that_is_better_off(every):
     for order in [*permutations(range(1, 8))][
         ::every
     ]:  # links are the same both ways round: 0 may stay first
-        found = replace(CUBE, order=(0, *order))
-        found.__dict__["topology"] = (
+        reordered = replace(CUBE, order=(0, *order))
+        reordered.__dict__["topology"] = (
             CUBE.topology
         )  # what groups reach is looked up, not counted again
-        assert _as_good(meshes_of(found), offers)
+        assert _as_good(meshes_of(reordered), offers)
 
 
 def test_all_to_alls_go_through_the_host_where_there_is_no_link():
@@ -91,16 +91,16 @@ def test_all_to_alls_go_through_the_host_where_there_is_no_link():
 
 def test_nodes_of_a_rack_lie_next_to_each_other():
     cluster = two_racks()
-    numbered, found = cluster.orders()
-    assert found.ranks_of(0, 16) == (0, 1, 2, 3, 8, 9, 10, 11, 4, 5, 6, 7, 12, 13, 14, 15)
+    numbered, by_rack = cluster.orders()
+    assert by_rack.ranks_of(0, 16) == (0, 1, 2, 3, 8, 9, 10, 11, 4, 5, 6, 7, 12, 13, 14, 15)
     assert numbered.ranks_of(0, 16) == ()
     # Groups of eight are two nodes. Two such groups as numbered leave each rack, which shares its
     # way out.
-    assert bandwidths(found, (2, 8)) == [140e9 / 8, 140e9]
+    assert bandwidths(by_rack, (2, 8)) == [140e9 / 8, 140e9]
     assert bandwidths(numbered, (2, 8)) == [140e9 / 4, 140e9 / 2]
-    assert bandwidths(found, (8,), (2, 4)) == [140e9]
+    assert bandwidths(by_rack, (8,), (2, 4)) == [140e9]
     assert (
-        found.logical_mesh((8,), (2, 4)).axes[0].link.latency
+        by_rack.logical_mesh((8,), (2, 4)).axes[0].link.latency
         < numbered.logical_mesh((8,), (2, 4)).axes[0].link.latency
     )
 
@@ -139,35 +139,35 @@ def test_messages_take_the_links_between_their_devices():
         "levels": [up],
     }
     cluster = ClusterSpec.from_dict({**copy.deepcopy(BASE), **changes})
-    numbered, found = cluster.orders()
-    assert [number // 2 for number in found.ranks_of(0, 24)[::2]] == [
+    numbered, by_switch = cluster.orders()
+    assert [number // 2 for number in by_switch.ranks_of(0, 24)[::2]] == [
         *racks[0],
         *racks[1],
         *racks[2],
     ]
     # From node to node, both of a rack's and two of them on both sides; eight devices are a rack of
-    # `found`, which sends all of it through one way out. As numbered, half of the messages of eight
-    # leave a rack 0 of their own.
+    # `by_switch`, which sends all of it through one way out. As numbered, half of the messages of
+    # eight leave a rack 0 of their own.
     for size, near, far in [(2, 25e9, 25e9), (4, 50e9, 50e9), (8, 25e9, 50e9)]:
-        assert found.between((0, size), (size, size)).bandwidth == pytest.approx(near)
+        assert by_switch.between((0, size), (size, size)).bandwidth == pytest.approx(near)
         assert numbered.between((0, size), (size, size)).bandwidth == pytest.approx(far)
-    assert [found.between((0, n), (n, n)).latency for n in (1, 2, 8)] == [5e-6, 1e-5, 3e-5]
+    assert [by_switch.between((0, n), (n, n)).latency for n in (1, 2, 8)] == [5e-6, 1e-5, 3e-5]
     assert numbered.between((0, 2), (2, 2)).latency == 3e-5
     # One device to the four of two nodes: what it sends is half for the other node of its rack,
     # half for the third.
-    assert found.between((1, 1), (2, 4)).bandwidth == pytest.approx(25e9)
-    assert found.between((6, 1), (7, 1)).bandwidth == pytest.approx(200e9)
+    assert by_switch.between((1, 1), (2, 4)).bandwidth == pytest.approx(25e9)
+    assert by_switch.between((6, 1), (7, 1)).bandwidth == pytest.approx(200e9)
 
 
 def test_messages_between_linked_devices_have_their_links():
     """By hand, on the cube mesh: 0-4 and 1-5 (two links), 3-7 and 2-6 (one link) side by side; 0-5
     has none.
     """
-    found, *_ = CUBE.orders()
-    assert found.between((0, 4), (4, 4)).bandwidth == pytest.approx(4 * ONE)
-    assert found.between((0, 1), (1, 1)).bandwidth == pytest.approx(TWO)
+    best_order, *_ = CUBE.orders()
+    assert best_order.between((0, 4), (4, 4)).bandwidth == pytest.approx(4 * ONE)
+    assert best_order.between((0, 1), (1, 1)).bandwidth == pytest.approx(TWO)
     assert replace(CUBE, order="numbered").between((3, 1), (4, 1)).bandwidth == pytest.approx(8e9)
-    assert found.between((2, 2), (2, 2)).bandwidth == math.inf
+    assert best_order.between((2, 2), (2, 2)).bandwidth == math.inf
 
 
 def test_a_pipeline_is_planned_in_the_order_whose_messages_are_fast():
@@ -183,15 +183,18 @@ def test_a_pipeline_is_planned_in_the_order_whose_messages_are_fast():
     inside = {"latency": 8e-6, "bandwidth": 24e9}
     node = {"num_nodes": 1, "devices_per_node": 8, "intra_node": inside, "levels": [switch]}
     cluster = ClusterSpec.from_dict({**copy.deepcopy(BASE), **node})
-    numbered, found = cluster.orders()
-    assert found.ranks_of(0, 8) == (0, 2, 4, 6, 1, 3, 5, 7)
+    numbered, by_switch = cluster.orders()
+    assert by_switch.ranks_of(0, 8) == (0, 2, 4, 6, 1, 3, 5, 7)
     model = MODELS["gpt"](num_layers=4, d_model=64, vocab_size=32)
     batch = model.example_batch(64, torch.Generator().manual_seed(0))
     options = PlanOptions(batch_scope="global", num_stages=2, num_microbatches=4, schedule="1F1B")
     pinned = [
-        replace(cluster, order=order.ranks_of(0, 8) or "numbered") for order in (numbered, found)
+        replace(cluster, order=order.ranks_of(0, 8) or "numbered")
+        for order in (numbered, by_switch)
     ]
-    plans = [make_plan(model, batch, each, options) for each in (cluster, *pinned)]
+    plans = [
+        make_plan(model, batch, pinned_cluster, options) for pinned_cluster in (cluster, *pinned)
+    ]
     assert plans[0].predicted.step_seconds == min(plan.predicted.step_seconds for plan in plans[1:])
     assert [plan.stages[0].submesh for plan in plans[1:]] == [(1, 4), (1, 4)]
     step = capture_step(model, batch, world_size=8, batch_scope="global")
@@ -219,7 +222,7 @@ def test_the_orders_hold_one_that_is_as_good_as_the_numbers(data, per_node):
     )
     assert ClusterSpec.from_dict(cluster.to_dict()) == cluster
     numbered = meshes_of(replace(cluster, order="numbered"))
-    best = [found._offers() for found in cluster.orders()]
+    best = [reordered._offers() for reordered in cluster.orders()]
     for submesh, meshes in numbered.items():
         for mesh in meshes:
             assert any(_as_good({submesh: [mesh]}, offers) for offers in best)

@@ -36,7 +36,7 @@ def same_as_gloo(seed: int) -> int:
     axis = build_mesh((dist.get_world_size(),), own_group="test").whole
     assert axis._shared is not None
     size, rank = axis.size, axis.index
-    common, own = random.Random(seed), random.Random(1000 * seed + rank)
+    common, local = random.Random(seed), random.Random(1000 * seed + rank)
     calls = 60
     for call in range(calls):
         most = (
@@ -47,12 +47,12 @@ def same_as_gloo(seed: int) -> int:
         dtype = common.choice(DTYPES)
         rows = max(1, common.randint(1, most) // dtype.itemsize // size)
         parts = [
-            torch.randint(0, 9, (size * rows,), generator=_seeded(call, each)).to(dtype)
-            for each in range(size)
+            torch.randint(0, 9, (size * rows,), generator=_seeded(call, number)).to(dtype)
+            for number in range(size)
         ]
         mine, total = parts[rank].clone(), torch.stack(parts).double().sum(0).to(dtype)
-        if own.random() < 0.2:
-            time.sleep(own.random() * 0.01)
+        if local.random() < 0.2:
+            time.sleep(local.random() * 0.01)
         match common.choice(["sum", "max", "gather", "scatter", "exchange"]):
             case "sum":
                 assert torch.equal(axis.all_reduce(mine), total)
@@ -63,9 +63,9 @@ def same_as_gloo(seed: int) -> int:
             case "scatter":
                 assert torch.equal(axis.reduce_scatter(mine, 0), total.view(size, rows)[rank])
             case "exchange":
-                given = [part.view(1, -1) for part in parts]
-                found = axis.all_to_all(given[rank], 0, size, 1)
-                assert torch.equal(found, torch.cat(given).view(size, size, rows)[:, rank])
+                chunks = [part.view(1, -1) for part in parts]
+                received = axis.all_to_all(chunks[rank], 0, size, 1)
+                assert torch.equal(received, torch.cat(chunks).view(size, size, rows)[:, rank])
         assert torch.equal(mine, parts[rank])
     return calls
 
@@ -87,11 +87,12 @@ def begun_together(seed: int) -> int:
     others are made at once; every rank has the same bits."""
     axis = build_mesh((dist.get_world_size(),), own_group="test").whole
     size, rank = axis.size, axis.index
-    common, own = random.Random(seed), random.Random(1000 * seed + rank)
+    common, local = random.Random(seed), random.Random(1000 * seed + rank)
     for call in range(5):
         lengths = [size * common.choice([1, 1000, 400_000]) for _ in range(12)]
         parts = [
-            [torch.randn(n, generator=_seeded(call, each)) for n in lengths] for each in range(size)
+            [torch.randn(n, generator=_seeded(call, number)) for n in lengths]
+            for number in range(size)
         ]
         total = [reduce(torch.add, one) for one in zip(*parts, strict=True)]
         begun = []
@@ -102,11 +103,11 @@ def begun_together(seed: int) -> int:
                 if scatter
                 else axis.start_all_reduce(part)
             )
-            if own.random() < 0.2:
-                time.sleep(own.random() * 0.01)
+            if local.random() < 0.2:
+                time.sleep(local.random() * 0.01)
             if common.random() < 0.3:
                 assert axis.all_reduce(torch.ones(3)).tolist() == [size] * 3
-        for i in own.sample(range(12), 12):
+        for i in local.sample(range(12), 12):
             wanted = total[i] if i % 3 else total[i].view(size, -1)[rank]
             assert (
                 torch.equal(begun[i].wait(), wanted)
@@ -149,10 +150,10 @@ def waits_in_vain(path: str, ends: bool) -> str:
     while ends and not Path(path + ".here").exists():
         time.sleep(0.01)
     if rank == 0:
-        with pytest.raises(LostRankError) as found:
+        with pytest.raises(LostRankError) as error:
             dist.all_reduce(torch.ones(3), group=group, async_op=True).wait()
         Path(path + ".done").touch()
-        return str(found.value)
+        return str(error.value)
     while not Path(path + ".done").exists():
         time.sleep(0.05)
     return ""

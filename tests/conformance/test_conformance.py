@@ -60,15 +60,22 @@ def reference(pool, tmp_path_factory):
 
 # Steps that run eagerly alone: a pipeline refuses them (test_refusals.py).
 EAGER_ONLY = {"logs.printing"}
-CASES = [
-    (name, kind)
-    for name in BEHAVIOURS
-    for kind in ("alpa", "pipelined")
-    if kind == "alpa" or name not in EAGER_ONLY
-]
+KINDS = ("alpa", "pipelined")
 
 
-@pytest.mark.parametrize(("name", "kind"), CASES)
+def cases():
+    """Every behaviour with both kinds of plan. By default each behaviour runs with one kind, in
+    turn; the others are slow.
+    """
+    for number, name in enumerate(BEHAVIOURS):
+        kinds = KINDS[:1] if name in EAGER_ONLY else KINDS
+        default = kinds[number % len(kinds)]
+        for kind in kinds:
+            marks = () if kind == default else pytest.mark.slow
+            yield pytest.param(name, kind, marks=marks, id=f"{name}-{kind}")
+
+
+@pytest.mark.parametrize(("name", "kind"), cases())
 def test_same_as_ddp(pool, reference, tmp_path, name: str, kind: str) -> None:
     expected = reference(name)
     per_rank = pool.run(RANKS, run_behaviour, name, kind, str(tmp_path))

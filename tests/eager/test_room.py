@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from worker_pool import WorkerError
 
 from alpa_strategy import AlpaStrategy
-from alpa_strategy.runtime.activation_checkpoint import kept_bytes
+from alpa_strategy.runtime.activation_checkpoint import saved_for_backward_bytes
 
 RANKS = 2
 WIDTH = 16
@@ -82,7 +82,9 @@ class Kept(pl.Callback):
     def on_before_backward(
         self, trainer: pl.Trainer, module: pl.LightningModule, loss: Tensor
     ) -> None:
-        self.num_bytes.append(kept_bytes(loss, (), [*module.parameters(), *module.buffers()]))
+        self.num_bytes.append(
+            saved_for_backward_bytes(loss, (), [*module.parameters(), *module.buffers()])
+        )
 
 
 def train(root: str, strategy: str, options: dict[str, Any]) -> dict[str, Any]:

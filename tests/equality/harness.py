@@ -87,12 +87,10 @@ def record_model(
     """Train for `steps` optimizer steps on this rank, and return what was logged and planned.
 
     Args:
-        model_class: makes the module.
-        model_kwargs: its arguments.
+        model_class, model_kwargs: make the module.
         strategy_kwargs: options of AlpaStrategy, `batch_scope="global"` unless they say otherwise;
             None: the plain Trainer on the global batches.
         steps: optimizer steps.
-        world_size: number of ranks.
         clip: largest norm of the gradients.
         accumulate: `accumulate_grad_batches`.
         root: `default_root_dir`.

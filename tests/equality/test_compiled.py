@@ -94,7 +94,14 @@ def compiled_runs(pool, tmp_path, model, ranks, plan, backend, precision="64-tru
     return [(said, graphs) for _, said, graphs in runs]
 
 
-@pytest.mark.parametrize("plan", PLANS)
+def plans(*default):
+    """All plans; those that are not named run in the slow tier."""
+    for plan in PLANS:
+        yield pytest.param(plan, marks=() if plan in default else pytest.mark.slow)
+
+
+# Sharded parameters, sharded ops, and a pipeline that recomputes: the others have less of these.
+@pytest.mark.parametrize("plan", plans("zero3", "tensor", "recomputed"))
 def test_blocks_are_compiled_once_and_change_nothing(pool, tmp_path, plan):
     for said, graphs in compiled_runs(pool, tmp_path, "gpt", 2, PLANS[plan], "aot_eager"):
         assert said == []
@@ -102,7 +109,7 @@ def test_blocks_are_compiled_once_and_change_nothing(pool, tmp_path, plan):
         assert 1 <= graphs <= {"recomputed": 12, "tensor": 10}.get(plan, 6)
 
 
-@pytest.mark.parametrize("plan", ["data", "zero3"])
+@pytest.mark.parametrize("plan", [pytest.param("data", marks=pytest.mark.slow), "zero3"])
 def test_statistics_of_batches(pool, tmp_path, plan):
     for said, graphs in compiled_runs(pool, tmp_path, "convnet", 2, PLANS[plan], "aot_eager"):
         assert said == []

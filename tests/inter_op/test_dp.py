@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from alpa_strategy.inter_op.stage_dp import GRID, StageTables, solve_stages
-from alpa_strategy.schedules import PipelineLatency, in_flight, terms
+from alpa_strategy.schedules import PipelineLatency, closed_form, in_flight
 
 
 def anywhere(
@@ -67,7 +67,14 @@ def pinned(rng: np.random.Generator, tables: StageTables, num_devices: int) -> S
 
 
 def brute_force(
-    tables, num_devices, terms: PipelineLatency, alive, memory_limit, num_stages, steps, share=1.0
+    tables,
+    num_devices,
+    latency: PipelineLatency,
+    alive,
+    memory_limit,
+    num_stages,
+    steps,
+    share=1.0,
 ):
     """Every way to cut, every submesh and candidate of every stage."""
     L, _, m, c = tables.seconds.shape
@@ -103,13 +110,13 @@ def brute_force(
                     )
                 for picked in product(*options):
                     after = [t + w for t, w, _ in picked]
-                    value = terms.warmup * sum(after)
+                    value = latency.warmup * sum(after)
                     slowest = max(
-                        terms.steady * max(t + share * w, w / 2) + steps * g for t, w, g in picked
+                        latency.steady * max(t + share * w, w / 2) + steps * g for t, w, g in picked
                     )
                     if share < 1:
                         trips = [sum(after[i:]) / alive[count - i - 1] for i in range(count)]
-                        slowest = max(slowest, terms.steady * max(trips))
+                        slowest = max(slowest, latency.steady * max(trips))
                     best = min(best, value + slowest)
     return best
 
@@ -131,7 +138,7 @@ def test_equals_brute_force_on_200_random_cases(block):
         alive = in_flight(schedule, num_layers, num_microbatches)[::-1]
         limit = float(rng.choice([2.0, 5.0, np.inf]))
         weights = (
-            terms(schedule, num_layers, num_microbatches)
+            closed_form(schedule, num_layers, num_microbatches)
             if rng.random() < 0.8
             else PipelineLatency(0.0, 5.0)
         )
@@ -172,7 +179,7 @@ def test_equals_brute_force_where_messages_run_beside_the_work(block):
         tables = random_tables(rng, num_layers, [1, 2, 3], 2, True, num_devices)
         wide = replace(tables, boundary=tables.boundary * rng.choice([1.0, 10.0]))
         schedule, num_microbatches = str(rng.choice(["1F1B", "GPipe"])), int(rng.integers(2, 30))
-        weights = terms(schedule, num_layers, num_microbatches)
+        weights = closed_form(schedule, num_layers, num_microbatches)
         alive = in_flight(schedule, num_layers, num_microbatches)[::-1]
         limit = float(rng.choice([5.0, np.inf]))
         counts = range(1, num_layers + 1)
@@ -232,10 +239,16 @@ def test_golden_case():
     seconds = np.where(work > 0, work * np.random.uniform(0.8, 1.2, (8, 9, 4, 1)), np.inf)
     zeros = np.zeros_like(seconds)
     tables = anywhere(8, submeshes, seconds, zeros, zeros, zeros)
-    solution = solve_stages(tables, 8, terms("1F1B", 8, 16), in_flight("1F1B", 8, 16)[::-1])
+    solution = solve_stages(tables, 8, closed_form("1F1B", 8, 16), in_flight("1F1B", 8, 16)[::-1])
     assert solution is not None
     expected = brute_force(
-        tables, 8, terms("1F1B", 8, 16), in_flight("1F1B", 8, 16)[::-1], np.inf, range(1, 9), 1.0
+        tables,
+        8,
+        closed_form("1F1B", 8, 16),
+        in_flight("1F1B", 8, 16)[::-1],
+        np.inf,
+        range(1, 9),
+        1.0,
     )
     assert solution.seconds == pytest.approx(expected, rel=1e-12)
     assert solution.seconds == pytest.approx(23.428582471831, rel=1e-12)
@@ -255,8 +268,8 @@ def test_a_tolerance_is_kept():
         rng = np.random.default_rng(seed)
         tables = random_tables(rng, 10, [1, 2, 4], 2, True, 8)
         alive = in_flight("1F1B", 10, 8)[::-1]
-        exact = solve_stages(tables, 8, terms("1F1B", 10, 8), alive)
-        near = solve_stages(tables, 8, terms("1F1B", 10, 8), alive, tolerance=0.01)
+        exact = solve_stages(tables, 8, closed_form("1F1B", 10, 8), alive)
+        near = solve_stages(tables, 8, closed_form("1F1B", 10, 8), alive, tolerance=0.01)
         assert exact is not None
         assert near is not None
         assert exact.seconds <= near.seconds <= exact.seconds / 0.99
@@ -268,7 +281,7 @@ def test_stages_start_where_they_may():
     tables = random_tables(rng, 4, [1, 2], 1, False, 4)
     fits = np.array([[True, (4 - left) % 2 == 0] for left in range(5)])
     bound = replace(tables, fits=fits)
-    solution = solve_stages(bound, 4, terms("1F1B", 4, 2), [1, 2, 3, 4], num_stages=[3])
+    solution = solve_stages(bound, 4, closed_form("1F1B", 4, 2), [1, 2, 3, 4], num_stages=[3])
     assert solution is not None
     offset = 0
     for stage in solution.stages:

@@ -31,7 +31,7 @@ from alpa_strategy.options import PlanOptions
 from alpa_strategy.planner.one_stage import whole_batch, whole_step_request
 from alpa_strategy.planner.pipeline_search import PipelineSearch, plan_pipeline
 from alpa_strategy.planner.task import PlanTask
-from alpa_strategy.schedules import SCHEDULES, in_flight_by_stage, timeline, why_not
+from alpa_strategy.schedules import SCHEDULES, in_flight_by_stage, refusal, timeline
 
 ADAM = OptimizerInfo()
 PAIRS = (
@@ -95,7 +95,7 @@ def test_no_regular_plan_is_better_and_none_is_below_the_bound(
 
 def bound_of(
     least,
-    each,
+    each_microbatch,
     count,
     num_devices,
     meshes,
@@ -109,7 +109,7 @@ def bound_of(
     """`step_bound` of made-up costs. floors: per submesh, the last fields of `LayerRangeCosts`."""
     floors = floors or [()] * len(meshes)
     runs = [
-        LayerRangeCosts((), least[:, a], each[:, a], *[np.zeros(0)] * 7, *floors[a])
+        LayerRangeCosts((), least[:, a], each_microbatch[:, a], *[np.zeros(0)] * 7, *floors[a])
         for a in range(len(meshes))
     ]
     cluster = SimpleNamespace(num_devices=num_devices, is_uniform=True, overlap=0.0)
@@ -144,12 +144,14 @@ def simulated(schedule, seconds, once, count, v=1, wires=(), overhead=0.0):
     """Seconds of a step of stages that take `seconds` a micro-batch and `once`; a backward takes
     two forwards, and each
     half of the overhead."""
-    each = []
+    directions = []
     for share in (1 / 3, 2 / 3):
-        each.append([s * share + overhead / 2 for s in seconds])
+        directions.append([s * share + overhead / 2 for s in seconds])
     end = max(
         done.end
-        for done in timeline(schedule, *each, count, len(seconds) // v, [w / 2 for w in wires])
+        for done in timeline(
+            schedule, *directions, count, len(seconds) // v, [w / 2 for w in wires]
+        )
     )
     return end + v * max(once)
 
@@ -167,22 +169,34 @@ def test_no_simulated_pipeline_is_below_the_bound(seed):
     D = 8
     count = int(rng.integers(2, 24))
     sizes = np.array([1, 2, 4, 8])
-    each = rng.choice([0.5, 1.0, 1.0, 1.0], (L, 1)) / sizes ** rng.uniform(0.3, 1.0)
+    each_microbatch = rng.choice([0.5, 1.0, 1.0, 1.0], (L, 1)) / sizes ** rng.uniform(0.3, 1.0)
     once = rng.uniform(0, 2.0, (L, 1)) / sizes
     boundary = rng.uniform(0, rng.choice([1e-9, 0.3, 1.5]), (1, L + 1, 4, 4))
     may_be = rng.random((L, L + 1, 4)) < rng.choice([0.6, 1.0])
     every, overhead = [(1, n) for n in sizes], float(rng.choice([0.0, 0.05, 0.5]))
     bound = bound_of(
-        count * each + once, each, count, D, every, overhead, boundary=boundary, may_be=may_be
+        count * each_microbatch + once,
+        each_microbatch,
+        count,
+        D,
+        every,
+        overhead,
+        boundary=boundary,
+        may_be=may_be,
     )
-    best = count * (each[:, 3].sum() + overhead) + once[:, 3].sum() if may_be[0, L, 3] else math.inf
+    best = (
+        count * (each_microbatch[:, 3].sum() + overhead) + once[:, 3].sum()
+        if may_be[0, L, 3]
+        else math.inf
+    )
     for p in range(2, L + 1):
         for cuts, meshes in product(combinations(range(1, L), p - 1), product(range(4), repeat=p)):
             ends = list(zip(pairwise((0, *cuts, L)), meshes, strict=True))
             if not all(may_be[a, b, m] for (a, b), m in ends):
                 continue
             seconds, per_step = (
-                [float(table[a:b, m].sum()) for (a, b), m in ends] for table in (each, once)
+                [float(table[a:b, m].sum()) for (a, b), m in ends]
+                for table in (each_microbatch, once)
             )
             wires = [
                 float(boundary[0, cut, a, b])
@@ -199,7 +213,7 @@ def test_no_simulated_pipeline_is_below_the_bound(seed):
                     and len(set(meshes)) == 1
                     and p > v
                 )
-                if fits and sizes[meshes[0]] * p == v * D and not why_not(name, p // v, count):
+                if fits and sizes[meshes[0]] * p == v * D and not refusal(name, p // v, count):
                     best = min(best, simulated(name, seconds, per_step, count, v, wires, overhead))
     assert bound <= best * (1 + 1e-9)
     assert bound >= best / 2 or not may_be.all(), "it says something"
@@ -227,18 +241,23 @@ class TwoLayouts:
     def floors(self, count: int) -> list[tuple[np.ndarray, ...]]:
         """Per submesh, as `LayerRangeCosts` has them, with some prices."""
         prices = [(0.0, 1.0), *product((0.1, 1.0, 10.0, 1e4), (1.0, 3.0))]
-        found = []
+        per_mesh = []
         for mesh in range(self.seconds.shape[1]):
-            own = [each[:, mesh] for each in (self.seconds, self.always, self.saved)]
+            tables = [table[:, mesh] for table in (self.seconds, self.always, self.saved)]
             least = [
-                (count * own[0] + price * (own[1] + alive * own[2])).min(axis=1)
+                (count * tables[0] + price * (tables[1] + alive * tables[2])).min(axis=1)
                 for price, alive in prices
             ]
             table = np.array([[(price, alive, 1.0, 0.0) for price, alive in prices]])
-            found.append(
-                (table, np.array([least]), own[1].min(axis=1)[None], np.zeros((1, len(own[0]))))
+            per_mesh.append(
+                (
+                    table,
+                    np.array([least]),
+                    tables[1].min(axis=1)[None],
+                    np.zeros((1, len(tables[0]))),
+                )
             )
-        return found
+        return per_mesh
 
 
 def best_that_fits(
@@ -254,7 +273,7 @@ def best_that_fits(
                 are_equal = len(set(meshes)) == 1 and ranks > 1
                 is_regular = v == 1 or are_equal
                 covers = sizes[list(meshes)].sum() == v * num_devices
-                if rest or not is_regular or not covers or why_not(name, ranks, count):
+                if rest or not is_regular or not covers or refusal(name, ranks, count):
                     continue
                 alive = in_flight_by_stage(name, ranks, count, v)
                 ends = zip(pairwise((0, *cuts, L)), meshes, alive, strict=True)
@@ -351,14 +370,14 @@ def test_strategies_over_the_limit_are_left_out_before_the_solve():
     kept = sum(float(choice.memory.min()) for choice in intra.problem.choices)
     offset = len(intra.parameters)
     most = max(float(op.temporary_bytes.min()) for op in intra.ops)
-    found = _without_the_largest(intra.problem, intra, kept + most)
+    reduced = _without_the_largest(intra.problem, intra, kept + most)
     for op, choice, before in zip(
-        intra.ops, found.choices[offset:], intra.problem.choices[offset:], strict=False
+        intra.ops, reduced.choices[offset:], intra.problem.choices[offset:], strict=False
     ):
         assert (
             np.isfinite(choice.cost) == (np.isfinite(before.cost) & (op.temporary_bytes <= most))
         ).all()
-    assert any(np.isinf(choice.cost).any() for choice in found.choices)
+    assert any(np.isinf(choice.cost).any() for choice in reduced.choices)
     with pytest.raises(DoesNotFitError, match="with all that is kept"):
         _without_the_largest(intra.problem, intra, kept + most / 2)
 
@@ -370,8 +389,8 @@ def test_one_stage_with_few_micro_batches_can_win():
     seconds = {32: 9.0, 16: 8.0, 8: 8.5, 4: 6.5, 2: 6.0, 1: 7.0}
 
     def solve(space, known):
-        own = SimpleNamespace(seconds=seconds[space.job.num_microbatches], submesh_of=(0,))
-        return [own] if own.seconds < known else []
+        candidate = SimpleNamespace(seconds=seconds[space.job.num_microbatches], submesh_of=(0,))
+        return [candidate] if candidate.seconds < known else []
 
     spec = ClusterSpec.load("pcie_8gpu", {"num_nodes": 1, "devices_per_node": 2})
     task = PlanTask(

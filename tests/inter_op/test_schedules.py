@@ -14,17 +14,17 @@ from alpa_strategy.errors import PlanError
 from alpa_strategy.schedules import (
     SCHEDULES,
     actions,
+    closed_form,
     in_flight,
     mesh_of,
+    refusal,
     seconds_of_many,
-    terms,
     timeline,
-    why_not,
 )
 
 CASES = [(s, v) for s in SCHEDULES for v in SCHEDULES[s].stages_per_mesh]
 sizes = st.tuples(st.sampled_from(CASES), st.integers(1, 6), st.integers(1, 24)).filter(
-    lambda case: why_not(case[0][0], case[1], case[2]) is None
+    lambda case: refusal(case[0][0], case[1], case[2]) is None
 )
 
 # Those that torch has as well; a schedule of our own is held to the laws below.
@@ -48,13 +48,17 @@ def torch_order(
 ) -> list[str]:
     """The order of one rank as torch's own class works it out, without stages or process groups."""
     cls = torch_schedules.get_schedule_class(schedule)
-    own = object.__new__(cls)
-    own.pp_group_size = own._num_stages = own.num_stages = num_meshes
-    own._n_microbatches, own.rank = num_microbatches, rank
-    own.num_stages = own._num_stages = num_meshes * v
-    own.n_local_stages, own._stages = v, [None] * v
-    own.number_of_rounds = max(1, num_microbatches // num_meshes)
-    own.microbatches_per_round = num_microbatches // own.number_of_rounds
+    schedule_of_torch = object.__new__(cls)
+    schedule_of_torch.pp_group_size = schedule_of_torch._num_stages = (
+        schedule_of_torch.num_stages
+    ) = num_meshes
+    schedule_of_torch._n_microbatches, schedule_of_torch.rank = num_microbatches, rank
+    schedule_of_torch.num_stages = schedule_of_torch._num_stages = num_meshes * v
+    schedule_of_torch.n_local_stages, schedule_of_torch._stages = v, [None] * v
+    schedule_of_torch.number_of_rounds = max(1, num_microbatches // num_meshes)
+    schedule_of_torch.microbatches_per_round = (
+        num_microbatches // schedule_of_torch.number_of_rounds
+    )
     if (
         schedule == "1F1B"
     ):  # as `Schedule1F1B._step_microbatches` runs it; its picture is off by one in torch 2.13
@@ -66,12 +70,12 @@ def torch_order(
         return [f"{rank}F{m}" for m in range(warmup)] + [
             action for action in steady if action not in beyond
         ]
-    found = (
-        own._get_pipeline_order()[rank]
+    order = (
+        schedule_of_torch._get_pipeline_order()[rank]
         if schedule == "GPipe"
-        else own._calculate_single_rank_operations(rank)
+        else schedule_of_torch._calculate_single_rank_operations(rank)
     )
-    planned = [action for action in found if action is not None]
+    planned = [action for action in order if action is not None]
     return [str(action) for action in planned if action.is_compute_op]
 
 
@@ -111,7 +115,7 @@ def test_equal_stages_take_the_closed_form(case):
     (schedule, v), num_meshes, num_microbatches = case
     num_stages = num_meshes * v
     timed = timeline(schedule, [1.0] * num_stages, [2.0] * num_stages, num_microbatches, num_meshes)
-    expected = seconds(terms(schedule, num_meshes, num_microbatches, v), [3.0] * num_stages)
+    expected = seconds(closed_form(schedule, num_meshes, num_microbatches, v), [3.0] * num_stages)
     assert max(s.end for s in timed) == pytest.approx(expected)
 
 
@@ -123,14 +127,14 @@ def test_equal_stages_take_the_closed_form(case):
 )
 def test_unequal_stages_take_the_sum_and_the_slowest(schedule, forward, num_microbatches):
     total = [3 * f for f in forward]
-    found = max(
+    simulated = max(
         s.end for s in timeline(schedule, forward, [2 * f for f in forward], num_microbatches)
     )
-    formula = seconds(terms(schedule, len(forward), num_microbatches), total)
+    formula = seconds(closed_form(schedule, len(forward), num_microbatches), total)
     if schedule == "GPipe":
-        assert found == pytest.approx(formula)
-    assert formula - sum(total) + max(total) <= found + 1e-9
-    assert found <= formula + 1e-9
+        assert simulated == pytest.approx(formula)
+    assert formula - sum(total) + max(total) <= simulated + 1e-9
+    assert simulated <= formula + 1e-9
 
 
 @settings(max_examples=50, deadline=None)
@@ -146,7 +150,7 @@ def test_a_boundary_costs_at_most_as_if_its_sender_waited_for_it(forward, wire, 
     charged = [3 * f + 2 * wire for f in forward]
     assert (
         max(s.end for s in timed)
-        <= seconds(terms("1F1B", len(forward), num_microbatches), charged) + 1e-9
+        <= seconds(closed_form("1F1B", len(forward), num_microbatches), charged) + 1e-9
     )
 
 
@@ -154,7 +158,7 @@ def test_a_schedule_that_cannot_run_says_why():
     with pytest.raises(PlanError, match="multiple of 2"):
         actions("Interleaved1F1B", 4, 9, 2)
     with pytest.raises(PlanError, match="unknown"):
-        terms("2F2B", 2, 4)
+        closed_form("2F2B", 2, 4)
 
 
 def test_messages_on_one_boundary_follow_each_other():
@@ -171,9 +175,9 @@ def test_pipelines_timed_side_by_side_take_as_long_as_one_by_one(case, seed):
     (schedule, v), num_meshes, num_microbatches = case
     rng, stages = np.random.default_rng(seed), num_meshes * v
     forward, backward, wires = (rng.uniform(0, most, (4, stages)) for most in (1, 2, 3))
-    found = seconds_of_many(schedule, forward, backward, num_microbatches, num_meshes, wires)
+    together = seconds_of_many(schedule, forward, backward, num_microbatches, num_meshes, wires)
     for row in range(4):
-        own = (forward[row], backward[row], num_microbatches, num_meshes, wires[row])
-        assert found[row] == pytest.approx(
-            max(done.end for done in timeline(schedule, *own)), rel=1e-12
+        arguments = (forward[row], backward[row], num_microbatches, num_meshes, wires[row])
+        assert together[row] == pytest.approx(
+            max(done.end for done in timeline(schedule, *arguments)), rel=1e-12
         )

@@ -41,7 +41,7 @@ from alpa_strategy.microbatch.transform import microbatch
 from alpa_strategy.options import PlanOptions
 from alpa_strategy.planner.pipeline_search import plan_pipeline
 from alpa_strategy.planner.task import PlanTask
-from alpa_strategy.schedules import in_flight, why_not
+from alpa_strategy.schedules import in_flight, refusal
 
 ADAM = OptimizerInfo()
 SIZES = {
@@ -233,7 +233,7 @@ def test_a_stage_recomputes_in_the_spans_that_need_least_memory():
     request = StageRequest(0, job.cuts[-1], (1, 2), (2,), True, 1, cuts=job.cuts[1:-1])
     few, many = (solver.solve(replace(request, alive=alive)) for alive in (1, 1000))
     assert len(few.plan.spans) > len(many.plan.spans)
-    assert set(few.plan.remat_cuts) <= set(job.cuts)
+    assert set(few.plan.recompute_splits) <= set(job.cuts)
     whole = solver.solve(replace(request, cuts=()))
     assert whole.plan.spans == ((0, job.cuts[-1]),)
     assert few.plan.predicted.peak_bytes < whole.plan.predicted.peak_bytes
@@ -319,7 +319,7 @@ def test_plans_are_whole_and_keep_to_the_options(name, options):
     if len(plan.stages) > 1:
         assert plan.schedule == options.get("schedule", plan.schedule)
         ranks = len({s.first_device for s in plan.stages})
-        assert why_not(plan.schedule, ranks, plan.num_microbatches) is None
+        assert refusal(plan.schedule, ranks, plan.num_microbatches) is None
         assert (
             len(in_flight(plan.schedule, ranks, plan.num_microbatches, len(plan.stages) // ranks))
             == ranks

@@ -193,7 +193,7 @@ def test_memory_alone_moves_data_parallel_to_zero():
     assert zero3.predicted.peak_bytes < limit < free.predicted.peak_bytes, parameters
     assert tight.predicted.peak_bytes <= limit
     assert tight.predicted.step_seconds >= free.predicted.step_seconds
-    assert any(not p.is_whole for p in tight.stages[0].parameter_plans.values())
+    assert any(not p.is_unsharded for p in tight.stages[0].parameter_plans.values())
 
 
 @pytest.mark.parametrize("mesh_shape", [(2,), (2, 2)])

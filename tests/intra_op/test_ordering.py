@@ -17,7 +17,7 @@ from recipe_models import MoE
 from alpa_strategy.capture.capture import capture_step
 from alpa_strategy.cluster.spec import ClusterSpec
 from alpa_strategy.cost.model import RooflineCosts
-from alpa_strategy.inter_op.stage_costs import structure
+from alpa_strategy.inter_op.equal_layers import structure
 from alpa_strategy.inter_op.subgraph import cluster_layers, stage_on
 from alpa_strategy.intra_op.build import OptionTables, build
 from alpa_strategy.intra_op.solver.elimination import (

@@ -26,16 +26,16 @@ def names(graph, ops):
 
 def test_weights_made_of_parameters():
     graph = graph_of(MODELS["derived"]())
-    found = per_step(graph)
-    assert {"_weight_norm", "softmax", "matmul", "exp", "square"} <= names(graph, found.ops)
-    assert not {"linear", "tanh", "mse_loss"} & names(graph, found.ops)
+    once = per_step(graph)
+    assert {"_weight_norm", "softmax", "matmul", "exp", "square"} <= names(graph, once.ops)
+    assert not {"linear", "tanh", "mse_loss"} & names(graph, once.ops)
 
 
 @pytest.mark.parametrize("name", ["derived", "gpt", "llama", "convnet"])
 def test_the_micro_batches_take_all_that_they_need_of_it(name):
     graph = graph_of(MODELS[name]())
-    found = per_step(graph)
-    left = [op for index, op in enumerate(graph.ops) if index not in found.ops]
+    once = per_step(graph)
+    left = [op for index, op in enumerate(graph.ops) if index not in once.ops]
     made = {value for op in left for value in op.results}
     inputs = {
         e.value
@@ -43,15 +43,17 @@ def test_the_micro_batches_take_all_that_they_need_of_it(name):
         for e in group
     }
     read = {value for op in left for value in op.operands} | set(graph.escaping)
-    assert read <= made | inputs | set(graph.received) | found.values
-    for derivation in found.derivations:
-        own = graph.part([graph.ops[index] for index in derivation.ops])
-        given = {e.value for group in (own.parameters, own.buffers, own.constants) for e in group}
-        for op in own.ops:
-            assert given.issuperset(op.operands)
-            given.update(op.results)
-        assert given.issuperset(derivation.values)
-        assert not all(is_view(op.call) for op in own.ops)
+    assert read <= made | inputs | set(graph.received) | once.values
+    for derivation in once.derivations:
+        part = graph.part([graph.ops[index] for index in derivation.ops])
+        available = {
+            e.value for group in (part.parameters, part.buffers, part.constants) for e in group
+        }
+        for op in part.ops:
+            assert available.issuperset(op.operands)
+            available.update(op.results)
+        assert available.issuperset(derivation.values)
+        assert not all(is_view(op.call) for op in part.ops)
 
 
 class Changing(MODELS["mlp"]):

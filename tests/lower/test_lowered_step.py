@@ -37,7 +37,9 @@ def test_random_plans_equal_the_whole_step(name, mesh_shape):
             for op in case.step.ops
             if product_of(op.call) and rng.random() < 0.7
         }
-        stage = replace(stage, ahead_bytes=rng.choice([0, 2**12, 2**30]), num_chunks=num_chunks)
+        stage = replace(
+            stage, prefetched_bytes=rng.choice([0, 2**12, 2**30]), num_chunks=num_chunks
+        )
         run_lowered_stage(case, stage, mesh_shape)
 
 

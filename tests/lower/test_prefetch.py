@@ -20,7 +20,12 @@ from alpa_strategy.comm.mesh import Pending
 from alpa_strategy.comm.saved_tensor_hooks import SavedTensorHooks
 from alpa_strategy.cost.model import RooflineCosts
 from alpa_strategy.intra_op.build import IntraOp, OptionTables, build
-from alpa_strategy.intra_op.decode import _forward_seconds, _gatherings, begun, bytes_ahead
+from alpa_strategy.intra_op.decode import (
+    _forward_seconds,
+    _gatherings,
+    bytes_ahead,
+    launched_counts,
+)
 from alpa_strategy.intra_op.restrict import restrict
 from alpa_strategy.intra_op.solver.solve import solve
 from alpa_strategy.ir.graph import StepGraph
@@ -113,7 +118,7 @@ def test_lines_move_with_what_they_need():
 
 @given(st.lists(st.integers(1, 50), max_size=20), st.integers(0, 120))
 def test_as_many_gatherings_have_begun_as_the_bytes_allow(sizes, ahead):
-    counts = list(begun(sizes, ahead))
+    counts = list(launched_counts(sizes, ahead))
     assert counts == sorted(counts)
     for number, count in enumerate(counts):
         beyond = sum(sizes[number + 1 : count])
@@ -212,7 +217,7 @@ def test_the_backward_gathers_ahead_in_its_own_order(ahead):
     said: list[str] = []
     weights = [torch.eye(4, requires_grad=True) for _ in range(4)]
     x = torch.randn(2, 4, requires_grad=True)
-    with SavedTensorHooks(weights, ahead_bytes=ahead * weights[0].nbytes) as regather:
+    with SavedTensorHooks(weights, prefetched_bytes=ahead * weights[0].nbytes) as regather:
         y = x
         for number, weight in enumerate(weights):
             whole = weight.clone()

@@ -27,7 +27,7 @@ from alpa_strategy.microbatch.transform import MicroStep
 from alpa_strategy.pipeline.executor import Pipeline, PipelineSpec, SharedParameter
 from alpa_strategy.pipeline.per_step_values import PerStepValues
 from alpa_strategy.pipeline.stage_program import Span, StageProgram
-from alpa_strategy.pipeline.stage_worker import OwnStage
+from alpa_strategy.pipeline.stage_worker import LocalStage
 from alpa_strategy.sharding.cross_mesh import StageSpec
 
 WIDTH, ROWS = 6, 144
@@ -163,7 +163,7 @@ def program_of(case: StageCase, mesh, net, sent, is_last, rows):
 
 
 def build(cases, schedule, num_microbatches, num_layers, tied=False, cluster=None):
-    """(net with this rank's shards, Pipeline, {stage: OwnStage})."""
+    """(net with this rank's shards, Pipeline, {stage: LocalStage})."""
     net = make_net(num_layers, tied)
     rows = ROWS // num_microbatches
     rank = dist.get_rank()
@@ -194,7 +194,7 @@ def build(cases, schedule, num_microbatches, num_layers, tied=False, cluster=Non
             store.shard()
         span = Span(program_of(case, mesh, net, sent[i], i == last, rows), tuple(received[i]))
         parameters = {n: net.get_parameter(n) for n in mine}
-        own[i] = OwnStage(
+        own[i] = LocalStage(
             StageProgram([span], LOSS),
             store.of_stage[0],
             mesh,

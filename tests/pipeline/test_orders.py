@@ -13,9 +13,9 @@ from alpa_strategy.schedules import (
     Action,
     Schedule,
     actions,
+    refusal,
     register_schedule,
     timeline,
-    why_not,
 )
 
 
@@ -98,7 +98,7 @@ def test_no_schedule_of_ours_locks_up_or_lies_elsewhere(schedule):
             folded = [min(s, 2 * num_meshes - 1 - s) for s in range(2 * num_meshes)]
             looped = [s % num_meshes for s in range(v * num_meshes)]
             for count in range(1, 13):
-                if why_not(schedule, num_meshes, count) is None:
+                if refusal(schedule, num_meshes, count) is None:
                     orders = actions(schedule, num_meshes, count, v)
                     meshes = {
                         action.stage: mesh for mesh, order in enumerate(orders) for action in order

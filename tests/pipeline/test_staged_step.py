@@ -33,7 +33,7 @@ from alpa_strategy.ir.plan import ParameterPlan, Predicted, stage_ranks
 from alpa_strategy.ir.run_step import run_step
 from alpa_strategy.microbatch.transform import microbatch
 from alpa_strategy.options import PlanOptions
-from alpa_strategy.pipeline.build import StagePlaces, build_pipeline, stage_randoms
+from alpa_strategy.pipeline.build import StageDevices, build_pipeline, stage_randoms
 from alpa_strategy.planner.pipeline_search import plan_pipeline
 from alpa_strategy.planner.task import PlanTask
 from alpa_strategy.runtime.parameters import ParameterStore
@@ -80,7 +80,7 @@ def random_stage(graph, ops, ranks, rng, remat):
     inner = range(ops[0] + 1, ops[1])
     cutter = python_random.Random(f"{ops}")  # recomputed or not, the plan is the same
     cuts = sorted(cutter.sample(inner, min(len(inner), cutter.randint(0, 5)))) if remat else []
-    return replace(stage, ops=ops, first_device=ranks[0], remat=remat, remat_cuts=tuple(cuts))
+    return replace(stage, ops=ops, first_device=ranks[0], remat=remat, recompute_splits=tuple(cuts))
 
 
 def same_storage(stages, meshes_of):
@@ -118,7 +118,7 @@ def prepare(module, micro, stages, schedule):
     meshes = build_stage_meshes([(stage.logical_mesh, stage_ranks(stage)) for stage in stages])
     stores = sharded(module, micro, stages, meshes)
     distinct = list({id(s): s for s in stores.values()}.values())
-    places = StagePlaces(meshes, stage_randoms(stages, meshes, seed=0), torch.device("cpu"))
+    places = StageDevices(meshes, stage_randoms(stages, meshes, seed=0), torch.device("cpu"))
     return build_pipeline(module, micro, stages, schedule, places, stores), distinct
 
 
@@ -285,7 +285,9 @@ def run_in_half(places, remat):
         own = [
             replace(stage, recompute_per_microbatch=recompute_per_microbatch) for stage in stages
         ]
-        run_places = StagePlaces(meshes, stage_randoms(stages, meshes, seed=0), torch.device("cpu"))
+        run_places = StageDevices(
+            meshes, stage_randoms(stages, meshes, seed=0), torch.device("cpu")
+        )
         pipeline = build_pipeline(module, micro, own, "1F1B", run_places, stores)
         values, gradients = pipeline.step([leaves[b.leaf] for b in micro.graph.batch], given)
         results.append((values[micro.graph.loss].item(), [g.tolist() for _, g in gradients]))
@@ -381,7 +383,7 @@ def run_and_count(cuts):
     plans = dict.fromkeys(
         stage.parameter_plans, ParameterPlan.parse("R")
     )  # nothing to gather, which has own hooks
-    stage = replace(stage, parameter_plans=plans, remat=cuts is not None, remat_cuts=layers)
+    stage = replace(stage, parameter_plans=plans, remat=cuts is not None, recompute_splits=layers)
     pipeline, _ = prepare(module, micro, [stage], "1F1B")
     saved = SavedBytes(module.parameters())
     with torch.autograd.graph.saved_tensors_hooks(saved.pack, lambda holder: holder.tensor):

@@ -99,7 +99,7 @@ def test_what_hides_behind_the_backward_is_not_paid_for():
     )
     best, solved = plan(8192, slow), plan(8192, slow, logical_mesh=(2,))
     assert {modes_text(p.modes) for p in best.stages[0].parameter_plans.values()} == {"R*"}
-    assert any(not p.is_whole for p in solved.stages[0].parameter_plans.values())
+    assert any(not p.is_unsharded for p in solved.stages[0].parameter_plans.values())
     assert hidden_seconds(best) < hidden_seconds(solved)
 
 

@@ -35,4 +35,4 @@ def test_data_parallelism_stays_if_the_host_dominates(measured, host_seconds, is
 
     plan = make_plan(Wide(), torch.zeros(4, 512), cluster, optimizer=optimizer)
 
-    assert plan.stages[0].parameter_plans["first.weight"].is_whole is not is_divided
+    assert plan.stages[0].parameter_plans["first.weight"].is_unsharded is not is_divided

@@ -62,7 +62,7 @@ def plans(draw: st.DrawFn) -> Plan:
         collectives=(Collective("all_reduce", 0, "step", 3, 12, draw(SECONDS)),),
         predicted=predicted,
         remat=remat,
-        remat_cuts=tuple(sorted(cuts)),
+        recompute_splits=tuple(sorted(cuts)),
         recompute_per_microbatch=draw(st.booleans()),
     )
     return Plan(

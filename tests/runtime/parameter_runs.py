@@ -114,12 +114,10 @@ def train(mesh, mode, accumulate=1, max_norm=None, clear=True, regather=False, b
     for i, x in enumerate(batches()):
         for axis in divided:
             x = x.tensor_split(mesh.shape[axis])[mesh.coordinate[axis]]
-        context = (
-            store.of_stage[0].regather_hooks(ahead_bytes=0) if regather else torch.enable_grad()
-        )
-        with context:
-            given = store.of_stage[0].step_inputs()
-            values = {name: use(given[name]) for name, use in uses.items()}
+        hooks = store.of_stage[0].regather_hooks(prefetched_bytes=0)
+        with hooks if regather else torch.enable_grad():
+            local = store.of_stage[0].step_inputs()
+            values = {name: use(local[name]) for name, use in uses.items()}
             loss = loss_sum(values, x)
         del values
         if i % accumulate == 0 and clear:
@@ -133,21 +131,7 @@ def train(mesh, mode, accumulate=1, max_norm=None, clear=True, regather=False, b
             optimizer.step()
             store.after_optimizer_step()
     assert identities == {n: id(p) for n, p in net.named_parameters()}
-    named = dict(net.named_parameters())
-    values = {n: store.gather(p) for n, p in named.items()}
-    grads = {}
-    for n, p in named.items():
-        if p.grad is None:
-            grads[n] = p.grad
-        else:
-            grads[n] = store.gather_like(p, p.grad)
-    moments = {
-        n: store.gather_like(p, optimizer.state[p]["exp_avg"])
-        for n, p in named.items()
-        if p in optimizer.state
-    }
-    for n, p in named.items():
-        assert torch.equal(store.shard_like(p, values[n]), p.detach())
+    values, grads, moments = gather_results(net, store, optimizer)
     store.unshard()
     # losses from before: `alive` has the unsharded shapes, `loss` the local ones
     assert alive.requires_grad
@@ -157,6 +141,24 @@ def train(mesh, mode, accumulate=1, max_norm=None, clear=True, regather=False, b
     # an ordinary module from here on
     loss_sum(dict(net.named_parameters(remove_duplicate=False)), batches()[0]).backward()
     return values, grads, norms, moments
+
+
+def gather_results(net, store, optimizer):
+    """The full values, gradients and first moments of all parameters, by name."""
+    values = {}
+    grads = {}
+    moments = {}
+    for name, parameter in net.named_parameters():
+        values[name] = store.gather(parameter)
+        assert torch.equal(store.shard_like(parameter, values[name]), parameter.detach())
+
+        gradient = parameter.grad
+        grads[name] = None if gradient is None else store.gather_like(parameter, gradient)
+
+        if parameter in optimizer.state:
+            moment = optimizer.state[parameter]["exp_avg"]
+            moments[name] = store.gather_like(parameter, moment)
+    return values, grads, moments
 
 
 def uses_of(inputs, plans, mesh):

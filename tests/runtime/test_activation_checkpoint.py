@@ -20,8 +20,8 @@ from alpa_strategy.errors import OptionError, RuntimeMismatchError
 from alpa_strategy.runtime.activation_checkpoint import (
     ActivationBudget,
     ModuleCheckpoint,
-    kept_bytes,
     modules_to_checkpoint,
+    saved_for_backward_bytes,
 )
 
 WIDTH = 8
@@ -223,13 +223,13 @@ def test_a_module_that_is_called_often_is_counted_often() -> None:
             x = net.blocks[0](x)
         return x.square().mean()
 
-    every = kept_bytes(step(), (), own)
+    every = saved_for_backward_bytes(step(), (), own)
     for share, is_short in ((0.9, True), (2.5, False)):
         room, found = ActivationBudget(net, modules, share * every), []
         with ModuleCheckpoint(net, room).installed(modules):
             for _ in range(3):
                 loss = step()
-                found.append(kept_bytes(loss, (), own))
+                found.append(saved_for_backward_bytes(loss, (), own))
                 room.ends_in(loss)
                 loss.backward()
         assert found[0] == every

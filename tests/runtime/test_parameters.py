@@ -88,7 +88,7 @@ def test_one_device_leaves_gradients_where_autograd_made_them(mode):
         store.shard(bucket_bytes=200)
         for x in batches()[:3]:  # the first backward is another: devices agree then
             net.zero_grad()
-            loss_sum(store.of_stage[0].step_inputs(ahead_bytes=100), x).backward()
+            loss_sum(store.of_stage[0].step_inputs(prefetched_bytes=100), x).backward()
             made = {p: p.grad for p in net.parameters()}
             store.finish_backward()
             assert all(p.grad is made[p] for p in net.parameters())
@@ -131,7 +131,11 @@ def test_regather_is_exact_and_frees_the_gathered_weight(mode):
         store.shard()
         gather = Reshard(plan_of(mode, (7, 6)).step_layout(), (REPLICATE,), (7, 6), mesh)
         x = torch.ones(3, 6, dtype=dtype, requires_grad=True)
-        with store.of_stage[0].regather_hooks(ahead_bytes=0) if regather else torch.enable_grad():
+        with (
+            store.of_stage[0].regather_hooks(prefetched_bytes=0)
+            if regather
+            else torch.enable_grad()
+        ):
             weight = gather(net.first.weight.to(dtype))
             storage = StorageWeakRef(weight.untyped_storage())
             y = F.linear(x, weight)
@@ -165,7 +169,11 @@ def test_views_that_read_a_gathered_parameter_otherwise(read):
         store = store_on(mesh, module, (given,), {"weight": ParameterPlan.parse("S0")})
         store.shard()
         gather = Reshard(ParameterPlan.parse("S0").step_layout(), (REPLICATE,), (4, 3, 2), mesh)
-        with store.of_stage[0].regather_hooks(ahead_bytes=0) if regather else torch.enable_grad():
+        with (
+            store.of_stage[0].regather_hooks(prefetched_bytes=0)
+            if regather
+            else torch.enable_grad()
+        ):
             weight = gather(module.weight)
             weight = read(weight[..., 0]) if read is torch.t else read(weight)
             x = torch.ones_like(weight, requires_grad=True)
@@ -208,7 +216,7 @@ def test_only_views_and_casts_of_a_parameter_are_regathered(make, gathers):
         made = make(module.weight.detach())
         gather = Reshard((shard(0),), (INVARIANT,), (2 * made.shape[0], *made.shape[1:]), mesh)
         before = len(mesh.axes[0].record)
-        with store.of_stage[0].regather_hooks(ahead_bytes=0):
+        with store.of_stage[0].regather_hooks(prefetched_bytes=0):
             whole = gather(make(module.weight))
             x = torch.ones_like(whole, requires_grad=True)
             loss = (x * whole).sum()
@@ -231,7 +239,7 @@ def test_undifferentiated_values_are_freed(make):
             mesh, net, inputs, {p.name: plan_of(("S0",), p.meta.shape) for p in inputs}
         )
         store.shard()
-        with store.of_stage[0].regather_hooks(ahead_bytes=0):
+        with store.of_stage[0].regather_hooks(prefetched_bytes=0):
             result = make(torch.ones(3, requires_grad=True) * 2)
         return StorageWeakRef(result.untyped_storage())
 
@@ -250,7 +258,7 @@ def test_no_prefetch_for_a_use_that_is_over():
         store.shard()
         gather = Reshard(ParameterPlan.parse("S0").step_layout(), (REPLICATE,), (6,), mesh)
         x = torch.ones(3, 6, dtype=torch.float64, requires_grad=True)
-        with store.of_stage[0].regather_hooks(ahead_bytes=1000) as regather:
+        with store.of_stage[0].regather_hooks(prefetched_bytes=1000) as regather:
             y = F.layer_norm(x, (6,), gather(norm.weight), gather(norm.bias))
         before = len(mesh.axes[0].record)
         torch.autograd.grad(y.sum(), x)
@@ -275,7 +283,7 @@ def test_a_changed_parameter_is_not_gathered_for_an_older_forward():
         )
         store.shard()
         gather = Reshard(ParameterPlan.parse("S0").step_layout(), (REPLICATE,), (7, 6), mesh)
-        with store.of_stage[0].regather_hooks(ahead_bytes=0):
+        with store.of_stage[0].regather_hooks(prefetched_bytes=0):
             y = F.linear(
                 torch.ones(3, 6, dtype=torch.float64, requires_grad=True), gather(net.first.weight)
             )
@@ -432,7 +440,7 @@ def test_gradients_of_subsets_and_other_values():
         assert clip_by_norm(store, math.inf, subset).item() == pytest.approx(math.sqrt(43 * 4))
         with torch.no_grad():
             whole = torch.arange(42.0, dtype=torch.float64).view(7, 6)
-            store.take_whole(net.third.weight, whole, net.third.weight.data)  # the same as `first`
+            store.load_full(net.third.weight, whole, net.third.weight.data)  # the same as `first`
         return store.gather(net.first.weight)
 
     for whole in run_on_threads((3,), work):

@@ -77,7 +77,7 @@ def staged_plan(
             *(stored[ranks], spans),
         )
         # all segments, also if fewer would need less memory
-        plan = replace(solver.solve(wish).plan, remat_cuts=spans)
+        plan = replace(solver.solve(wish).plan, recompute_splits=spans)
         stored[ranks].update(plan.parameter_plans)
         stages.append(replace(plan, first_device=ranks[0]))
     return Plan(

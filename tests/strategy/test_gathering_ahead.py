@@ -23,11 +23,13 @@ SIZES = {"vocab_size": 64, "d_model": 128, "num_layers": 2, "seq_len": 64}
 ROWS = 16
 
 
-def train(root: str, ahead_bytes: int | None, precision: str) -> tuple[dict[str, Tensor], int, int]:
+def train(
+    root: str, prefetched_bytes: int | None, precision: str
+) -> tuple[dict[str, Tensor], int, int]:
     """Three steps in ZeRO-3: (final weights, sums that were overlapped with the backward, planned
     bytes ahead).
 
-    ahead_bytes: in the place of the planned, from the plan that `root` has.
+    prefetched_bytes: in the place of the planned, from the plan that `root` has.
     """
     begun, add = [], Sums.add
 
@@ -40,10 +42,10 @@ def train(root: str, ahead_bytes: int | None, precision: str) -> tuple[dict[str,
         "pcie_8gpu", {"device.peak_flops.bfloat16": 1e11, "device.peak_flops.float64": 1e11}
     )
     strategy = AlpaStrategy(cluster=slow, parallel="zero3", plan_dir=f"{root}/plans", verbose=False)
-    if ahead_bytes is not None:
+    if prefetched_bytes is not None:
         plan = json.loads(Path(f"{root}/{precision}.json").read_text())
-        plan["stages"][0]["ahead_bytes"] = ahead_bytes
-        edited = Path(root) / f"{precision}_{ahead_bytes}.json"
+        plan["stages"][0]["ahead_bytes"] = prefetched_bytes
+        edited = Path(root) / f"{precision}_{prefetched_bytes}.json"
         edited.write_text(json.dumps(plan))
         strategy = AlpaStrategy(cluster=slow, parallel="zero3", plan=edited, verbose=False)
     torch.manual_seed(3)
@@ -65,11 +67,11 @@ def train(root: str, ahead_bytes: int | None, precision: str) -> tuple[dict[str,
         patch.setattr(Sums, "add", counted)
         trainer.fit(module, DataLoader(rows, batch_size=ROWS))
     assert strategy.plan is not None
-    if ahead_bytes is None and trainer.global_rank == 0:
+    if prefetched_bytes is None and trainer.global_rank == 0:
         strategy.plan.save(f"{root}/{precision}.json")
     with strategy.whole_parameters():
         weights = {name: p.detach().clone() for name, p in module.named_parameters()}
-    return weights, len(begun), strategy.plan.stages[0].ahead_bytes
+    return weights, len(begun), strategy.plan.stages[0].prefetched_bytes
 
 
 @pytest.mark.parametrize("precision", ["64-true", "bf16-mixed"])

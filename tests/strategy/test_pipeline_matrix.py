@@ -88,7 +88,7 @@ def check(
     if remat == "first":
         plan = replace(plan, stages=(replace(plan.stages[0], remat=True), *plan.stages[1:]))
     elif remat:
-        assert any(stage.remat_cuts for stage in plan.stages)
+        assert any(stage.recompute_splits for stage in plan.stages)
     plan.save(tmp_path / "plan.json")
     options = {
         "cluster": "pcie_8gpu",

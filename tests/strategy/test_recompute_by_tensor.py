@@ -116,9 +116,17 @@ def test_pipelines_on_many_devices_recompute_stages(monkeypatch) -> None:
     assert large.predicted.peak_bytes <= limit
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize(
-    ("model", "parallel"), [("gpt", "auto"), ("llama", "auto"), ("llama", "zero3")]
+    ("model", "parallel", "world_size"),
+    [
+        ("gpt", "auto", 1),
+        ("llama", "zero3", 2),
+        # Each model, plan and number of ranks is above.
+        pytest.param("gpt", "auto", 2, marks=pytest.mark.slow),
+        pytest.param("llama", "auto", 1, marks=pytest.mark.slow),
+        pytest.param("llama", "auto", 2, marks=pytest.mark.slow),
+        pytest.param("llama", "zero3", 1, marks=pytest.mark.slow),
+    ],
 )
 def test_what_is_made_again_is_the_same(
     pool, tmp_path: Path, model: str, parallel: str, world_size: int

@@ -21,7 +21,8 @@ import numpy as np
 from alpa_strategy.intra_op.problem import Problem, Transfer
 
 MAX_TABLE_ENTRIES = 40_000_000
-MAX_TOTAL_ENTRIES = 10_000_000_000  # counted without the sharing among identical layers
+# Counted without the sharing among identical layers.
+MAX_TOTAL_ENTRIES = 10_000_000_000
 MAX_DIRECT_ENTRIES = 50_000
 
 
@@ -46,7 +47,9 @@ class Network:
     num_choices: int
 
     def with_tables(self, of: Callable[[np.ndarray], np.ndarray]) -> "Network":
-        """The same with `of` each distinct table; what shares a table shares it afterwards."""
+        """Return the network with `of` applied to each distinct table. Factors that share a table
+        share the result.
+        """
         known: dict[int, np.ndarray] = {}
         factors = []
         for factor in self.factors:
@@ -58,14 +61,14 @@ class Network:
 
 
 def network_of(problem: Problem) -> Network | None:
-    """The factors of a problem's seconds; None where a value has too many users for a table.
+    """Return the factors of a problem's seconds; None if a value has too many users for a table.
 
-    Costs with one axis more than a problem's have are those of several problems.
+    Costs with one axis more than a problem's are those of several problems.
     """
     shared: dict[int, np.ndarray] = {}
 
     def batched(cost: np.ndarray, num_axes: int) -> np.ndarray:
-        """With a leading axis for the problems; equal objects give equal objects."""
+        """Return a cost with a leading axis for the problems; equal objects give equal objects."""
         if id(cost) not in shared:
             table = np.asarray(cost, dtype=float)
             shared[id(cost)] = table if table.ndim > num_axes else table[None]
@@ -74,39 +77,70 @@ def network_of(problem: Problem) -> Network | None:
     costs = [batched(choice.cost, 1) for choice in problem.choices]
     sizes = [cost.shape[1] for cost in costs]
     factors = [Factor((c,), cost) for c, cost in enumerate(costs)]
-    known: dict[tuple, np.ndarray] = {}  # tables of equal transfers, made once
+    # Tables of equal transfers, made once.
+    known: dict[tuple, np.ndarray] = {}
     is_paid: dict[int, bool] = {}
     for transfer in problem.transfers:
-        cost = batched(transfer.cost, 2)  # [problem, source layout, target layout]
+        # [problem, source layout, target layout]
+        cost = batched(transfer.cost, 2)
         if id(cost) not in is_paid:
             is_paid[id(cost)] = bool(cost.any())
         if not is_paid[id(cost)]:
             continue
-        ends = [transfer.producer, *(use.choice for use in transfer.uses)]
-        scope = tuple(dict.fromkeys(ends))
-        if math.prod(sizes[v] for v in scope) <= MAX_DIRECT_ENTRIES or len(transfer.uses) == 1:
-            key = (
-                id(transfer.cost), id(transfer.memory), id(transfer.source), *(id(use.layout) for use in transfer.uses),
-                *(scope.index(v) for v in ends), *(sizes[v] for v in scope),
-            )  # fmt: skip
-            if key not in known:
-                at = dict(
-                    zip(scope, np.ix_(*(range(sizes[v]) for v in scope)), strict=True)
-                )  # an axis of its own each
-                targets = [np.asarray(use.layout)[at[use.choice]] for use in transfer.uses]
-                source = np.asarray(transfer.source)[at[transfer.producer]]
-                known[key] = _paid_once(cost, source, targets, [sizes[v] for v in scope])
-            factors.append(Factor(scope, known[key]))
+        scope = tuple(dict.fromkeys(_choices_of(transfer)))
+        num_entries = math.prod(sizes[v] for v in scope)
+        if num_entries <= MAX_DIRECT_ENTRIES or len(transfer.uses) == 1:
+            factors.append(_direct_factor(transfer, scope, cost, sizes, known))
         elif not _through_layouts(transfer, cost, sizes, factors, known):
             return None
     return Network(tuple(sizes), tuple(factors), len(problem.choices))
 
 
+def _choices_of(transfer: Transfer) -> list[int]:
+    """Return the producer's choice and those of all uses; one choice may occur several times."""
+    return [transfer.producer, *(use.choice for use in transfer.uses)]
+
+
+def _direct_factor(
+    transfer: Transfer,
+    scope: tuple[int, ...],
+    cost: np.ndarray,
+    sizes: Sequence[int],
+    known: dict[tuple, np.ndarray],
+) -> Factor:
+    """Return a transfer's costs as one table over all its choices.
+
+    Args:
+        scope: the distinct choices.
+        cost: [problem, source layout, target layout]
+        sizes: of each choice, its number of strategies.
+        known: tables of equal transfers; gets this one.
+    """
+    choices = _choices_of(transfer)
+    shape = [sizes[v] for v in scope]
+    key = (
+        id(transfer.cost),
+        id(transfer.memory),
+        id(transfer.source),
+        *(id(use.layout) for use in transfer.uses),
+        *(scope.index(v) for v in choices),
+        *shape,
+    )
+    if key not in known:
+        # Each choice has an axis of the table.
+        axes = np.ix_(*(range(size) for size in shape))
+        strategies = dict(zip(scope, axes, strict=True))
+        source = np.asarray(transfer.source)[strategies[transfer.producer]]
+        targets = [np.asarray(use.layout)[strategies[use.choice]] for use in transfer.uses]
+        known[key] = _paid_once(cost, source, targets, shape)
+    return Factor(scope, known[key])
+
+
 def eliminate(
     network: Network, order: Sequence[int], kept: tuple[int, ...] = ()
 ) -> tuple[np.ndarray, list[np.ndarray]]:
-    """The minimum for all values of the variables `kept` (inf where every assignment is forbidden),
-    and the minimising value of every variable there: tables over problems and `kept`.
+    """Return the minimum for all values of the variables `kept` (inf if every assignment is
+    forbidden), and the minimising value of every variable: tables over problems and `kept`.
     """
     holding, _, constant = _passed_on(network, order, kept)
     joined = join([factor for v in kept for factor in holding[v]], kept, network.sizes)
@@ -123,11 +157,15 @@ def eliminate(
 def _best_values(
     factors: Sequence[Factor], v: int, values: Sequence[np.ndarray], problem: np.ndarray
 ) -> np.ndarray:
-    """The minimising value of `v`, given (arrays of) those of the other variables in its factors,
-    and the number of the problem.
+    """Return the minimising value of `v`, for values of the other variables in its factors, per
+    problem.
 
-    Cheaper than to keep where each entry of a whole table has its minimum: few entries are asked
-    for.
+    This is cheaper than to store the position of the minimum for each entry of a full table: few
+    entries are needed.
+
+    Args:
+        values: [...] of each variable.
+        problem: [...] index of the problem.
     """
     total: np.ndarray | None = None
     for factor in factors:
@@ -146,14 +184,16 @@ def _best_values(
 
 
 def min_marginals(network: Network, order: Sequence[int]) -> list[np.ndarray]:
-    """[c][k]: the minimum over all assignments in which choice c takes k (two passes over the
-    bucket tree), of a network of one problem.
+    """Return [c][k] the minimum over all assignments in which choice c takes k, of a network of one
+    problem.
+
+    Two passes over the bucket tree.
     """
     holding, inward, constant = _passed_on(network, order)
     total = float(constant[0])
-    told = {v: Factor(message.scope, message.table[0]) for v, message in inward.items()}
+    messages = {v: Factor(message.scope, message.table[0]) for v, message in inward.items()}
     children: dict[int, list[int]] = {v: [] for v in order}
-    for v, message in told.items():
+    for v, message in messages.items():
         if message.scope:
             children[message.scope[0]].append(v)
     if not np.isfinite(total):
@@ -162,22 +202,24 @@ def min_marginals(network: Network, order: Sequence[int]) -> list[np.ndarray]:
     # itself told it.
     outside = {
         v: np.array(total - float(message.table))
-        for v, message in told.items()
+        for v, message in messages.items()
         if not message.scope
     }
     marginals: list[np.ndarray] = [np.zeros(0)] * len(network.sizes)
     for v in reversed(order):
-        scope = (v, *told[v].scope)
+        scope = (v, *messages[v].scope)
         belief = join(holding[v], scope, network.sizes)[0] + outside.pop(v)
         marginals[v] = belief.reshape(len(belief), -1).min(axis=1)
         for child in children[v]:
-            finite = np.isfinite(told[child].table)
+            finite = np.isfinite(messages[child].table)
             # Scopes are in the order of elimination: what is left has the axes of the child's
             # message.
             seen = belief.min(
-                axis=tuple(i for i, u in enumerate(scope) if u not in told[child].scope)
+                axis=tuple(i for i, u in enumerate(scope) if u not in messages[child].scope)
             )
-            outside[child] = np.where(finite, seen - np.where(finite, told[child].table, 0.0), 0.0)
+            outside[child] = np.where(
+                finite, seen - np.where(finite, messages[child].table, 0.0), 0.0
+            )
         holding[v] = []
     return marginals[: network.num_choices]
 
@@ -185,8 +227,10 @@ def min_marginals(network: Network, order: Sequence[int]) -> list[np.ndarray]:
 def _passed_on(
     network: Network, order: Sequence[int], kept: tuple[int, ...] = ()
 ) -> tuple[list[list[Factor]], dict[int, Factor], np.ndarray]:
-    """The first pass: the factors of every bucket, what each passes on (its minimum, over the
-    variables that it shares with later ones), and the sum of what goes to none, by problem.
+    """Run the first pass, and return (the factors of every bucket, the message of each, [problem]
+    the sum of all messages without variables).
+
+    A message is the bucket's minimum, over the variables that it shares with later buckets.
     """
     position = {v: i for i, v in enumerate((*order, *kept))}
     holding = _buckets(network, position)
@@ -194,13 +238,18 @@ def _passed_on(
     constant = np.zeros(1)
     known: dict[tuple, np.ndarray] = {}
     for v in order:
-        rest = tuple(
-            sorted({u for f in holding[v] for u in f.scope} - {v}, key=position.__getitem__)
-        )
+        neighbours: set[int] = set()
+        for factor in holding[v]:
+            neighbours.update(factor.scope)
+        rest = tuple(sorted(neighbours - {v}, key=position.__getitem__))
+
         axis = {u: i for i, u in enumerate((v, *rest))}
+        tables = []
+        for factor in holding[v]:
+            tables.append((id(factor.table), *(axis[u] for u in factor.scope)))
         # Equal for buckets that join the same tables in the same way, as layers of one kind do:
-        # worked out once.
-        key = tuple(sorted((id(f.table), *(axis[u] for u in f.scope)) for f in holding[v]))
+        # their tables are computed once.
+        key = tuple(sorted(tables))
         if key not in known:
             known[key] = join(holding[v], (v, *rest), network.sizes).min(axis=1)
         messages[v] = Factor(rest, known[key])
@@ -212,12 +261,15 @@ def _passed_on(
 
 
 def _buckets(network: Network, position: dict[int, int]) -> list[list[Factor]]:
-    """Every factor in the bucket of the variable of its scope that is eliminated first."""
+    """Return, per variable, the factors of its bucket. A factor is in the bucket of the variable of
+    its scope that is eliminated first.
+
+    Equal tables become one object.
+    """
     holding: list[list[Factor]] = [[] for _ in network.sizes]
     equal: dict[tuple[tuple[int, ...], bytes], np.ndarray] = {}
-    seen: dict[
-        int, np.ndarray
-    ] = {}  # by identity: to compare contents costs as much as the table is large
+    # By identity: to compare contents costs as much as the table is large.
+    seen: dict[int, np.ndarray] = {}
     for factor in network.factors:
         table = seen.get(id(factor.table))
         if table is None:
@@ -228,32 +280,35 @@ def _buckets(network: Network, position: dict[int, int]) -> list[list[Factor]]:
 
 
 def join(factors: Sequence[Factor], scope: tuple[int, ...], sizes: Sequence[int]) -> np.ndarray:
-    """The sum of `factors` as one table over problems and `scope`.
+    """Return the sum of `factors` as one table over problems and `scope`.
 
-    Small tables are added up first, next always the one that widens the sum least: each pass over
-    the whole table costs as much as all those over parts of it.
+    Small tables are added up first, then always the one that widens the sum least: each pass over
+    the full table costs as much as all passes over slices of it.
     """
     axis = {v: i for i, v in enumerate(scope)}
-    left: list[np.ndarray] = []
+    waiting: list[np.ndarray] = []
     for factor in sorted(factors, key=lambda f: math.prod(f.table.shape[1:])):
         order = sorted(range(len(factor.scope)), key=lambda i: axis[factor.scope[i]])
         shape = [len(factor.table), *[1] * len(scope)]
         for v in factor.scope:
             shape[axis[v] + 1] = sizes[v]
-        left.append(factor.table.transpose(0, *[i + 1 for i in order]).reshape(shape))
-    total = left.pop(0) if left else np.zeros([1] * (len(scope) + 1))
-    while left:
-        widths = [math.prod(map(max, total.shape, table.shape)) for table in left]
-        total = total + left.pop(widths.index(min(widths)))
-    whole = (len(total), *[sizes[v] for v in scope])
-    return total if total.shape == whole else np.broadcast_to(total, whole).copy()
+        waiting.append(factor.table.transpose(0, *[i + 1 for i in order]).reshape(shape))
+    total = waiting.pop(0) if waiting else np.zeros([1] * (len(scope) + 1))
+    while waiting:
+        widths = [math.prod(map(max, total.shape, table.shape)) for table in waiting]
+        total = total + waiting.pop(widths.index(min(widths)))
+    full_shape = (len(total), *[sizes[v] for v in scope])
+    return total if total.shape == full_shape else np.broadcast_to(total, full_shape).copy()
 
 
 def _paid_once(
     cost: np.ndarray, source: np.ndarray, targets: Sequence[np.ndarray], shape: Sequence[int]
 ) -> np.ndarray:
-    """[problem, *shape]: what the distinct ones of `targets` cost from `source`; the indices
-    broadcast to `shape`.
+    """Return [problem, *shape] the costs of the distinct ones of `targets` from `source`.
+
+    Args:
+        cost: [problem, source layout, target layout]
+        source, targets: indices of layouts that broadcast to `shape`.
     """
     table = np.zeros((len(cost), *shape))
     for i, target in enumerate(targets):
@@ -271,8 +326,8 @@ def _through_layouts(
     factors: list[Factor],
     known: dict[tuple, np.ndarray],
 ) -> bool:
-    """Variables for the distinct layouts at both ends, tied to the choices, and one table over
-    them.
+    """Add variables for the distinct layouts at both ends, tied to the choices, and one table over
+    them. Return False if that would be too large.
     """
     ends = [(transfer.producer, np.asarray(transfer.source))]
     ends += [(use.choice, np.asarray(use.layout)) for use in transfer.uses]
@@ -319,8 +374,13 @@ def plan_order(
     most_in_all: float = MAX_TOTAL_ENTRIES,
     kept: Collection[int] = (),
 ) -> Order | None:
-    """An order of elimination whose tables have no more entries than that; None where none is
-    found.
+    """Return an order of elimination whose tables have at most that many entries; None if there is
+    none.
+
+    Args:
+        most_a_table: entries of one table.
+        most_in_all: entries of all tables.
+        kept: variables that are not eliminated.
     """
     scopes = tuple([factor.scope for factor in network.factors])
     for smallest_table in (False, True):
@@ -339,7 +399,7 @@ def _order_of(
     kept: tuple[int, ...],
     smallest_table: bool,
 ) -> list[tuple[int, float]]:
-    """`elimination_order`, kept for networks that differ in their tables alone."""
+    """Return `elimination_order`, cached for networks that differ only in their tables."""
     return elimination_order(sizes, scopes, kept, smallest_table)
 
 
@@ -349,11 +409,13 @@ def elimination_order(
     kept: Collection[int] = (),
     smallest_table: bool = False,
 ) -> list[tuple[int, float]]:
-    """(variable, entries of the table that its elimination joins), in order; all but `kept`.
+    """Return (variable, entries of the table that its elimination joins), in order, of all
+    variables but `kept`.
 
     Args:
-        sizes: values of each variable. scopes: the variables of every factor.
-        smallest_table: next is the variable with the smallest table, fill decides among equals;
+        sizes: values of each variable.
+        scopes: the variables of every factor.
+        smallest_table: next is the variable with the smallest table, and fill decides among equals;
             else the reverse.
     """
     around: list[set[int]] = [set() for _ in sizes]
@@ -370,26 +432,27 @@ def elimination_order(
         table = weight[v] + sum(weight[u] for u in others)
         return (table, fill) if smallest_table else (fill, table)
 
-    left = set(range(len(sizes))) - set(kept)
-    now = {v: cost(v) for v in left}
-    heap = [(now[v], v) for v in sorted(left)]
+    remaining = set(range(len(sizes))) - set(kept)
+    now = {v: cost(v) for v in remaining}
+    heap = [(now[v], v) for v in sorted(remaining)]
     heapq.heapify(heap)
     order: list[tuple[int, float]] = []
     while heap:
-        found, v = heapq.heappop(heap)
-        if v not in left or found != now[v]:
+        queued_cost, v = heapq.heappop(heap)
+        if v not in remaining or queued_cost != now[v]:
             continue
-        again = cost(v)  # ties made since among its neighbours may have made it cheaper
-        if again != found:
-            now[v] = again
-            heapq.heappush(heap, (again, v))
+        # Ties made since among its neighbours may have made it cheaper.
+        new_cost = cost(v)
+        if new_cost != queued_cost:
+            now[v] = new_cost
+            heapq.heappush(heap, (new_cost, v))
             continue
-        left.discard(v)
+        remaining.discard(v)
         order.append((v, math.prod((float(sizes[u]) for u in around[v]), start=float(sizes[v]))))
         for u in around[v]:
             around[u] |= around[v]
             around[u] -= {u, v}
-        for u in around[v] & left:
+        for u in around[v] & remaining:
             now[u] = cost(u)
             heapq.heappush(heap, (now[u], u))
     return order

@@ -23,8 +23,8 @@ MAX_SWEEPS = 20
 
 @dataclass(frozen=True)
 class Dual:
-    """The best price found (s/byte), its bound (s), and the hull's points on both sides of the
-    limit.
+    """The best price (seconds per byte), its bound (seconds), and the hull's points on both sides
+    of the limit.
     """
 
     price: float
@@ -34,13 +34,13 @@ class Dual:
 
 
 def point(problem: Problem, assignment: Sequence[int]) -> Solution:
-    """An assignment, priced; nothing is proved of it."""
+    """Return an assignment with its seconds and bytes; nothing is proved of it."""
     return Solution(tuple(assignment), *evaluate(problem, assignment), -np.inf, "lagrangian")
 
 
 def price_memory(problem: Problem, price: float, seconds_weight: float = 1.0) -> Problem:
-    """No limit, and the seconds are seconds_weight * seconds + price * bytes; equal arrays stay
-    shared.
+    """Return the problem without a memory limit whose objective is seconds_weight * seconds + price
+    * bytes; equal arrays stay shared.
     """
     shared: dict[tuple[int, int], np.ndarray] = {}
 
@@ -73,13 +73,14 @@ def best_price(
     under: Solution,
     deadline: float,
 ) -> Dual:
-    """Maximise the bound over prices.
+    """Maximise the lower bound of the seconds over prices of memory.
 
     Args:
         problem: with a finite memory limit.
-        minimise: price -> (assignment, lower bound of seconds + price * bytes), None when it cannot
-            tell.
-        over: the optimum at price 0 (above the limit). under: any assignment within the limit.
+        minimise: price -> (assignment, lower bound of seconds + price * bytes); None if it cannot
+            decide.
+        over: the optimum at price 0 (above the limit).
+        under: any assignment within the limit.
         deadline: time.process_time() at which to stop.
     """
     limit = problem.memory_limit
@@ -89,10 +90,10 @@ def best_price(
         price = (under.seconds - over.seconds) / (over.num_bytes - under.num_bytes)
         if price <= 0 or time.process_time() > deadline:
             break
-        found = minimise(price)
-        if found is None:
+        minimum = minimise(price)
+        if minimum is None:
             break
-        assignment, value = found
+        assignment, value = minimum
         if assignment is None:
             break
         new = point(problem, assignment)
@@ -110,12 +111,12 @@ def best_price(
 
 
 def splice(problem: Problem, over: Solution, under: Solution, near: "Neighbourhood") -> Solution:
-    """The first choices (in the order of the graph) of one point and the last of the other, as much
-    of `over` as fits.
+    """Return the first choices (in the order of the graph) of one point and the last of the other,
+    as many of `over` as fit.
 
     In a deep model of equal layers the two points differ in every layer and are connected
-    throughout, so that no group of choices can be crossed alone; but a run of layers can, and pays
-    for resharding once, where the two meet.
+    throughout, so that no group of choices can be exchanged alone. But a run of layers can, and
+    pays for resharding once, at its end.
     """
     order = _graph_order(problem)
     best = under
@@ -128,7 +129,8 @@ def splice(problem: Problem, over: Solution, under: Solution, near: "Neighbourho
                 assignment[c] = first.assignment[c]
             return point(problem, assignment)
 
-        low, high = 0, len(order)  # bytes fall (or rise) with `count`, but for the joint: bisect
+        # Bytes fall (or rise) with `count`, but for the joint: bisect.
+        low, high = 0, len(order)
         while high - low > 1:
             middle = (low + high) // 2
             if (at(middle).num_bytes <= problem.memory_limit) == taking_first_fits_more:
@@ -141,8 +143,8 @@ def splice(problem: Problem, over: Solution, under: Solution, near: "Neighbourho
 
 
 def _graph_order(problem: Problem) -> list[int]:
-    """Choices by their place in the graph: consumers stand in order already, inputs go with their
-    first consumer.
+    """Return the choices by their position in the graph: consumers are in order already, inputs go
+    with their first consumer.
     """
     consumes: set[int] = set()
     first_use: dict[int, int] = {}
@@ -171,8 +173,8 @@ class Neighbourhood:
                 self.incident[c].append(transfer)
 
     def totals(self, assignment: Sequence[int], c: int) -> tuple[np.ndarray, np.ndarray]:
-        """(seconds [k], bytes [k]) of choice c and its transfers, with strategy k in place of the
-        present one.
+        """Return (seconds [k], bytes [k]) of choice c and its transfers, with strategy k in place
+        of the present one.
         """
         choice = self.problem.choices[c]
         seconds, num_bytes = np.array(choice.cost, float), np.array(choice.memory, float)
@@ -197,10 +199,8 @@ class Neighbourhood:
 
 
 def repair(problem: Problem, assignment: Sequence[int], near: Neighbourhood) -> list[int] | None:
-    """Bring an assignment under the memory limit by the cheapest moves per byte, then improve it
-    within the limit.
-
-    Returns None when single moves do not get there.
+    """Return an assignment that was brought under the memory limit by the cheapest moves per byte,
+    then improved within the limit; None if single moves do not suffice.
     """
     current = list(assignment)
     if not np.isfinite(evaluate(problem, current)[0]):
@@ -215,9 +215,8 @@ def repair(problem: Problem, assignment: Sequence[int], near: Neighbourhood) -> 
         for c, taken in enumerate(current):
             s, b = near.totals(current, c)
             useful = (b < b[taken]) & np.isfinite(s)
-            rate = np.full(
-                len(s), np.inf
-            )  # seconds for each byte of the excess that a move takes away
+            # Seconds for each byte of the excess that a move takes away.
+            rate = np.full(len(s), np.inf)
             rate[useful] = (s[useful] - s[taken]) / np.minimum(b[taken] - b[useful], excess)
             moves.append((float(rate.min()), c, int(rate.argmin())))
         least, c, k = min(moves)
@@ -228,21 +227,21 @@ def repair(problem: Problem, assignment: Sequence[int], near: Neighbourhood) -> 
 
 
 def improve(problem: Problem, assignment: Sequence[int], near: Neighbourhood) -> list[int]:
-    """Change one choice at a time while the seconds fall (forbidden transfers are dear), within the
-    memory limit.
+    """Return an assignment after changing one choice at a time while the seconds fall, within the
+    memory limit. Forbidden transfers are expensive.
     """
     current = list(assignment)
     for _ in range(MAX_SWEEPS):
         moved = False
-        room = problem.memory_limit - evaluate(problem, current)[1]
+        headroom = problem.memory_limit - evaluate(problem, current)[1]
         for c in range(len(current)):
             if len(problem.choices[c].cost) == 1:
                 continue
             s, b = near.totals(current, c)
-            fits = np.where(b - b[current[c]] <= room, s, np.inf)
+            fits = np.where(b - b[current[c]] <= headroom, s, np.inf)
             k = int(fits.argmin())
             if fits[k] < s[current[c]]:
-                room -= b[k] - b[current[c]]
+                headroom -= b[k] - b[current[c]]
                 current[c] = k
                 moved = True
         if not moved:

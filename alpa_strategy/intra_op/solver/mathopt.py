@@ -30,7 +30,8 @@ STARVED = 1.5
 # Columns up to which GLOP solves a relaxation: it is faster there and falls behind from here on.
 GLOP_COLUMNS = 20_000
 
-Mass = tuple[np.ndarray, ...]  # [c][k]: s[c, k] of a solution
+# [c][k]: s[c, k] of a solution
+Mass = tuple[np.ndarray, ...]
 
 
 def solve_program(
@@ -54,11 +55,11 @@ def solve_program(
     glop = not integer and len(program.cost) <= GLOP_COLUMNS
     solver = parameters_pb2.SOLVER_TYPE_GLOP if glop else parameters_pb2.SOLVER_TYPE_HIGHS
     parameters = _parameters(tolerance if integer else None)
-    asked = _asked(program, hint if integer else None)
+    result_filter = _result_filter(program, hint if integer else None)
     model, limit = _model(program, integer), max(time_limit, 0.1)
     try:
         with without_solver_lines():
-            result = _solve_within(limit, solver, model, parameters, asked)
+            result = _solve_within(limit, solver, model, parameters, result_filter)
     except StatusNotOk as error:
         # An error inside the solver proves nothing: planning goes on with what it has.
         logger.debug("the solver failed: %s", error)
@@ -69,7 +70,8 @@ def solve_program(
         result_pb2.TERMINATION_REASON_INFEASIBLE,
         result_pb2.TERMINATION_REASON_INFEASIBLE_OR_UNBOUNDED,
     )
-    if reason in impossible:  # no program is unbounded: costs and rows bound every column
+    # No program is unbounded: costs and rows bound every column.
+    if reason in impossible:
         return np.inf, None
     # What a simplex method stopped at proves nothing.
     proved = integer or reason == result_pb2.TERMINATION_REASON_OPTIMAL
@@ -91,7 +93,7 @@ def _solve_within(
     solver: int,
     model: "ModelProto",
     parameters: "SolveParametersProto",
-    asked: "ModelSolveParametersProto",
+    result_filter: "ModelSolveParametersProto",
 ) -> "SolveResultProto":
     """Solve for at most about `limit` seconds of CPU time.
 
@@ -108,7 +110,7 @@ def _solve_within(
         parameters.time_limit.FromTimedelta(timedelta(seconds=wall))
         started = time.process_time()
         result = core.solve(
-            model, solver, initializer, parameters, asked, None, registration, None, None
+            model, solver, initializer, parameters, result_filter, None, registration, None, None
         )
         spent = time.process_time() - started
         in_time = result.termination.limit != result_pb2.LIMIT_TIME
@@ -119,7 +121,7 @@ def _solve_within(
 
 
 def _model(program: LinearProgram, integer: bool) -> "ModelProto":
-    """The program as MathOpt's message."""
+    """Return the program as MathOpt's message."""
     from ortools.math_opt import model_pb2
     from ortools.math_opt.sparse_containers_pb2 import (
         SparseDoubleMatrixProto,
@@ -162,7 +164,9 @@ def _model(program: LinearProgram, integer: bool) -> "ModelProto":
 
 
 def _parameters(tolerance: float | None) -> "SolveParametersProto":
-    """One thread, no output, and the relative gap at which an integer search ends."""
+    """Return the parameters of a solve: one thread, no output, and the relative gap at which an
+    integer search ends.
+    """
     from ortools.math_opt import parameters_pb2
 
     parameters = parameters_pb2.SolveParametersProto(enable_output=False)
@@ -173,22 +177,25 @@ def _parameters(tolerance: float | None) -> "SolveParametersProto":
     return parameters
 
 
-def _asked(program: LinearProgram, hint: Sequence[int] | None) -> "ModelSolveParametersProto":
-    """What a result has to contain, the strategies that are taken, and what the search starts
-    from.
+def _result_filter(
+    program: LinearProgram, hint: Sequence[int] | None
+) -> "ModelSolveParametersProto":
+    """Return which values a result contains (of the strategies), and the hint from which the search
+    starts.
     """
     from ortools.math_opt.model_parameters_pb2 import ModelSolveParametersProto
 
-    asked = ModelSolveParametersProto()
-    values = asked.variable_values_filter
+    result_filter = ModelSolveParametersProto()
+    values = result_filter.variable_values_filter
     values.skip_zero_values, values.filter_by_ids = True, True
     values.filtered_ids.extend(range(program.num_strategies))
-    for left_out in (asked.dual_values_filter, asked.reduced_costs_filter):
-        left_out.filter_by_ids = True  # of no ids
+    for left_out in (result_filter.dual_values_filter, result_filter.reduced_costs_filter):
+        # Of no ids
+        left_out.filter_by_ids = True
     if hint is not None:
         taken = np.zeros(program.num_strategies)
         taken[program.first[:-1] + np.asarray(hint)] = 1.0
-        start = asked.solution_hints.add().variable_values
+        start = result_filter.solution_hints.add().variable_values
         start.ids.extend(range(len(taken)))
         start.values.extend(taken.tolist())
-    return asked
+    return result_filter

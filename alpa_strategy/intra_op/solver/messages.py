@@ -25,7 +25,7 @@ LENGTH_DELIMITED = 2
 
 
 def filled(kind: type[M], **arrays: np.ndarray) -> M:
-    """A message of a kind with these repeated fields: doubles, bools or integers from 0 on."""
+    """Return a message of a kind with these repeated fields: doubles, bools or integers from 0."""
     parts = []
     for name, array in arrays.items():
         number = kind.DESCRIPTOR.fields_by_name[name].number
@@ -38,7 +38,7 @@ def filled(kind: type[M], **arrays: np.ndarray) -> M:
 
 
 def _packed(array: np.ndarray) -> bytes:
-    """The numbers of a repeated field."""
+    """Return the bytes of a repeated field of numbers."""
     if array.dtype.kind == "f":
         return array.astype("<f8").tobytes()
     if array.dtype.kind == "b":
@@ -47,7 +47,9 @@ def _packed(array: np.ndarray) -> bytes:
 
 
 def _varints(numbers: np.ndarray) -> bytes:
-    """Integers from 0 on, seven bits a byte, lowest first; the eighth says that more follow."""
+    """Return integers from 0 on as bytes: seven bits per byte, lowest first; the eighth bit
+    announces another byte.
+    """
     if not len(numbers):
         return b""
     most_bytes = max(1, -(-int(numbers.max()).bit_length() // 7))

@@ -48,9 +48,10 @@ class LinearProgram:
 
 
 def formulate(problem: Problem) -> LinearProgram:
-    """The relaxation's columns and rows. Forbidden strategies and transfers get no column.
+    """Return the columns and rows of the problem's relaxation. Forbidden strategies and transfers
+    get no column.
 
-    Fast where equal arrays are one object (`with_shared_arrays`).
+    Fast if equal arrays are one object (`with_shared_arrays`).
     """
     sizes = np.array([len(choice.cost) for choice in problem.choices])
     first = np.concatenate([[0], np.cumsum(sizes)])
@@ -65,7 +66,7 @@ def formulate(problem: Problem) -> LinearProgram:
     lower_rows, upper_rows = [np.ones(num_rows)], [np.ones(num_rows)]
 
     known: dict[tuple[int, ...], _Block] = {}
-    for transfer in filter(lambda each: each.uses, problem.transfers):
+    for transfer in filter(lambda candidate: candidate.uses, problem.transfers):
         arrays = transfer.cost, transfer.memory, transfer.source
         key = tuple(map(id, (*arrays, *[use.layout for use in transfer.uses])))
         if key not in known:
@@ -109,25 +110,28 @@ def formulate(problem: Problem) -> LinearProgram:
 
 @dataclass(frozen=True)
 class _Block:
-    """The columns and rows of a transfer, wherever they stand in a program.
+    """The columns, rows and non-zero entries of a transfer, at any position in a program."""
 
-    Attributes:
-        seconds, num_bytes, upper: [column] of its own columns: z of what several uses share, then
-            w of each use.
-        row: [entry] number among its own rows. row_lower, row_upper: of these.
-        start, column: [entry] the column is number `column` from the first of: its own (0), the
-            producer's strategies (1), those of use i (2 + i).
-        value: [entry].
-    """
-
+    # [column] of the block: z of what several uses share, then w of each use.
     seconds: np.ndarray
     num_bytes: np.ndarray
     upper: np.ndarray
+
+    # [entry] index of the row in the block.
     row: np.ndarray
+
+    # [row]
     row_lower: np.ndarray
     row_upper: np.ndarray
+
+    # [entry] what `column` counts from: the block's columns (0), the producer's strategies (1), or
+    # those of use i (2 + i).
     start: np.ndarray
+
+    # [entry]
     column: np.ndarray
+
+    # [entry]
     value: np.ndarray
 
 
@@ -140,7 +144,7 @@ class _Entries:
         self.parts: list[tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]] = []
 
     def reserve(self, num: int, upper: float) -> np.ndarray:
-        """The numbers of new rows between 0 and `upper`."""
+        """Return the numbers of `num` new rows between 0 and `upper`."""
         rows = np.arange(self.num_rows, self.num_rows + num)
         self.num_rows += num
         self.row_upper.append(np.full(num, upper))
@@ -152,75 +156,117 @@ class _Entries:
         self.parts.append((rows, starts, columns, np.full(len(rows), value)))
 
 
+class _Columns:
+    """Collects a block's columns."""
+
+    def __init__(self) -> None:
+        self.num = 0
+        self.seconds: list[np.ndarray] = []
+        self.num_bytes: list[np.ndarray] = []
+        self.upper: list[np.ndarray] = []
+
+    def add(self, seconds: np.ndarray, num_bytes: np.ndarray, upper: np.ndarray) -> np.ndarray:
+        """Add columns, and return their numbers."""
+        columns = np.arange(self.num, self.num + len(seconds))
+        self.num += len(seconds)
+        self.seconds.append(seconds)
+        self.num_bytes.append(num_bytes)
+        self.upper.append(upper)
+        return columns
+
+
 def _block_of(transfer: Transfer) -> _Block:
-    """The columns w of each use and z of what several uses share, and the rows between them."""
-    cost, memory = np.asarray(transfer.cost, float), np.asarray(transfer.memory, float)
-    source = np.asarray(transfer.source)
-    is_allowed = np.isfinite(cost)
-    several = len(transfer.uses) > 1
-    seconds: list[np.ndarray] = []
-    num_bytes: list[np.ndarray] = []
-    upper: list[np.ndarray] = []
-    num_columns = 0
-    # [source, target]: the column of z, -1 where that resharding is free or forbidden.
-    shared = np.full(cost.shape, -1)
-
-    if several:  # a target that several uses ask for is paid once
-        z_p, z_q = np.nonzero(((cost != 0) | (memory != 0)) & is_allowed)
-        num_columns = len(z_p)
-        shared[z_p, z_q] = np.arange(num_columns)
-        seconds.append(cost[z_p, z_q])
-        num_bytes.append(memory[z_p, z_q])
-        # What costs anything is not taken more than once. A credit would be.
-        upper.append(np.where((seconds[0] >= 0) & (num_bytes[0] >= 0), np.inf, 1.0))
-
+    """Return the columns w of each use and z of what several uses share, and the rows between
+    them.
+    """
+    columns = _Columns()
     entries = _Entries()
-    for number, use in enumerate(transfer.uses):
-        layout = np.asarray(use.layout)
-        asked = np.zeros(cost.shape[1], dtype=bool)
-        asked[layout] = True
-        # w[p, q]: this use gets the value from source p in target q. It carries the cost where no
-        # other use shares it.
-        p, q = np.nonzero(is_allowed & asked)
-        w = np.arange(num_columns, num_columns + len(p))
-        num_columns += len(p)
-        seconds.append(np.zeros(len(p)) if several else cost[p, q])
-        num_bytes.append(np.zeros(len(p)) if several else memory[p, q])
-        upper.append(np.full(len(p), np.inf))  # the sums below bound it
-
-        # Sums of w over q are the producer's choice, sums over p the consumer's.
-        out = entries.reserve(cost.shape[0], 0.0)
-        entries.put(out[p], 0, w, 1.0)
-        entries.put(out[source], 1, np.arange(len(source)), -1.0)
-        into = np.full(cost.shape[1], -1)
-        into[asked] = entries.reserve(int(asked.sum()), 0.0)
-        entries.put(into[q], 0, w, 1.0)
-        entries.put(into[layout], 2 + number, np.arange(len(layout)), -1.0)
-
-        if several:  # z[p, q] >= w[p, q] of every use
-            linked = shared[p, q] >= 0
-            at_least = entries.reserve(int(linked.sum()), np.inf)
-            entries.put(at_least, 0, shared[p, q][linked], 1.0)
-            entries.put(at_least, 0, w[linked], -1.0)
+    is_shared = len(transfer.uses) > 1
+    # [source, target]: the column of z, -1 if that resharding is free or forbidden.
+    shared = np.full(np.shape(transfer.cost), -1)
+    if is_shared:
+        _add_shared_columns(columns, transfer, shared)
+    for number in range(len(transfer.uses)):
+        _add_use(columns, entries, transfer, number, shared if is_shared else None)
 
     row, start, column, value = (np.concatenate(x) for x in zip(*entries.parts, strict=True))
     return _Block(
-        np.concatenate(seconds),
-        np.concatenate(num_bytes),
-        np.concatenate(upper),
-        row,
-        np.zeros(entries.num_rows),
-        np.concatenate(entries.row_upper),
-        start,
-        column,
-        value,
+        seconds=np.concatenate(columns.seconds),
+        num_bytes=np.concatenate(columns.num_bytes),
+        upper=np.concatenate(columns.upper),
+        row=row,
+        row_lower=np.zeros(entries.num_rows),
+        row_upper=np.concatenate(entries.row_upper),
+        start=start,
+        column=column,
+        value=value,
     )
+
+
+def _add_shared_columns(columns: _Columns, transfer: Transfer, shared: np.ndarray) -> None:
+    """Add z[p, q] of every resharding that costs something: it is paid once for all uses.
+
+    Args:
+        shared: [source, target], gets the numbers of the columns.
+    """
+    cost = np.asarray(transfer.cost, float)
+    memory = np.asarray(transfer.memory, float)
+    p, q = np.nonzero(((cost != 0) | (memory != 0)) & np.isfinite(cost))
+    seconds = cost[p, q]
+    num_bytes = memory[p, q]
+    # No solution takes a column with a cost more than once. It would take a credit.
+    is_cost = (seconds >= 0) & (num_bytes >= 0)
+    shared[p, q] = columns.add(seconds, num_bytes, np.where(is_cost, np.inf, 1.0))
+
+
+def _add_use(
+    columns: _Columns,
+    entries: _Entries,
+    transfer: Transfer,
+    number: int,
+    shared: np.ndarray | None,
+) -> None:
+    """Add w[p, q]: use `number` gets the value from source p in target q.
+
+    Args:
+        shared: [source, target] columns of z, which have the cost; None if no other use shares it.
+    """
+    cost = np.asarray(transfer.cost, float)
+    memory = np.asarray(transfer.memory, float)
+    source = np.asarray(transfer.source)
+    layout = np.asarray(transfer.uses[number].layout)
+    is_target = np.zeros(cost.shape[1], dtype=bool)
+    is_target[layout] = True
+    p, q = np.nonzero(np.isfinite(cost) & is_target)
+
+    # The sums below bound w.
+    unbounded = np.full(len(p), np.inf)
+    if shared is None:
+        w = columns.add(cost[p, q], memory[p, q], unbounded)
+    else:
+        w = columns.add(np.zeros(len(p)), np.zeros(len(p)), unbounded)
+
+    # Sums of w over q are the producer's choice, sums over p the consumer's.
+    out = entries.reserve(cost.shape[0], 0.0)
+    entries.put(out[p], 0, w, 1.0)
+    entries.put(out[source], 1, np.arange(len(source)), -1.0)
+    into = np.full(cost.shape[1], -1)
+    into[is_target] = entries.reserve(int(is_target.sum()), 0.0)
+    entries.put(into[q], 0, w, 1.0)
+    entries.put(into[layout], 2 + number, np.arange(len(layout)), -1.0)
+
+    if shared is not None:
+        # z[p, q] >= w[p, q] of every use.
+        is_linked = shared[p, q] >= 0
+        at_least = entries.reserve(int(is_linked.sum()), np.inf)
+        entries.put(at_least, 0, shared[p, q][is_linked], 1.0)
+        entries.put(at_least, 0, w[is_linked], -1.0)
 
 
 def _in_order(
     entries: list[tuple[np.ndarray, np.ndarray, np.ndarray]], num_columns: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Rows, columns and values of all non-zeros, row by row and in each row by column."""
+    """Return rows, columns and values of all non-zeros, row by row and in each row by column."""
     row, column, value = (np.concatenate(part) for part in zip(*entries, strict=True))
     place = row * num_columns + column
     order = place.argsort(kind="stable")
@@ -234,17 +280,19 @@ def _in_order(
 
 
 def num_columns(problem: Problem) -> int:
-    """About how many columns the program of a problem has, without building it."""
+    """Return about how many columns the program of a problem has, without building it."""
     transfers = sum(t.cost.size * (len(t.uses) + (len(t.uses) > 1)) for t in problem.transfers)
     return transfers + sum(len(choice.cost) for choice in problem.choices)
 
 
 def _unit(problem: Problem) -> float:
-    """Seconds per unit of the scaled objective: a total of medians, the optimum's order of size."""
+    """Return the seconds per unit of the scaled objective: a total of medians, of the optimum's
+    order of size.
+    """
     medians: dict[int, float] = {}
 
     def median(cost: np.ndarray) -> float:
-        """Of what is not forbidden; worked out once for arrays that are one object."""
+        """Return the median of the finite costs, computed once for arrays that are one object."""
         if id(cost) not in medians:
             finite = np.sort(cost[np.isfinite(cost)], axis=None)
             middle = finite[(len(finite) - 1) // 2 : len(finite) // 2 + 1]

@@ -1,4 +1,6 @@
-"""A problem's network at any price of memory: what does not depend on the price is made once."""
+"""A problem's network at any price of memory. The parts that do not depend on the price are
+computed once.
+"""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -25,8 +27,8 @@ class PricedProblem:
 
     @cached_property
     def _tables(self) -> tuple[Network, list[int]] | None:
-        """The network of seconds and of bytes, as two problems, and an order for both; None where
-        tables would be too large.
+        """The network of seconds and of bytes, as two problems, and the order of elimination for
+        both; None if tables would be too large.
         """
         network = network_of(_seconds_and_bytes(self.reduced.problem))
         order = None if network is None else plan_order(network)
@@ -37,14 +39,15 @@ class PricedProblem:
     def network(
         self, price: float, seconds_weight: float = 1.0
     ) -> tuple[Network, list[int]] | None:
-        """The factors of seconds_weight * seconds + price * bytes of `reduced`, and the order of
-        elimination; None where tables would be too large.
+        """Return the factors of seconds_weight * seconds + price * bytes of `reduced`, and the
+        order of elimination; None if tables would be too large.
         """
         if self._tables is None:
             return None
 
         def priced(table: np.ndarray) -> np.ndarray:
-            if len(table) == 1:  # ties variables together, at any price
+            # Ties variables together, at any price.
+            if len(table) == 1:
                 return table
             return seconds_weight * table[:1] + price * table[1:]
 
@@ -54,8 +57,10 @@ class PricedProblem:
     def minimise(
         self, price: float, seconds_weight: float = 1.0
     ) -> tuple[list[int] | None, float] | None:
-        """The assignment with the least seconds_weight * seconds + price * bytes, and these; None
-        where tables would be too large. No assignment: none is allowed.
+        """Return (the assignment with the least seconds_weight * seconds + price * bytes, that
+        minimum); None if tables would be too large.
+
+        The assignment is None if all are forbidden.
         """
         planned = self.network(price, seconds_weight)
         if planned is None:
@@ -69,7 +74,7 @@ class PricedProblem:
 
 
 def _seconds_and_bytes(problem: Problem) -> Problem:
-    """The problem whose costs are [seconds, bytes]; equal arrays stay shared."""
+    """Return the problem whose costs are [seconds, bytes]; equal arrays stay shared."""
     shared: dict[tuple[int, int], np.ndarray] = {}
 
     def both(cost: np.ndarray, memory: np.ndarray) -> np.ndarray:

@@ -39,9 +39,9 @@ def without_solver_lines() -> Iterator[None]:
             yield
         finally:
             printed.slot.value = before
-            kept = [line for line in printed.take() if not line.startswith(SOLVER_LINE)]
-            if kept:
-                text = b"".join(kept)
+            other_lines = [line for line in printed.take() if not line.startswith(SOLVER_LINE)]
+            if other_lines:
+                text = b"".join(other_lines)
                 printed.library.fwrite(text, 1, len(text), before)
 
 
@@ -64,7 +64,7 @@ class _COutput:
     size: ctypes.c_size_t
 
     def take(self) -> list[bytes]:
-        """The lines printed since the last call."""
+        """Return the lines printed since the last call."""
         self.library.fflush(self.stream)
         text = ctypes.string_at(self.text.value, self.size.value) if self.text.value else b""
         self.library.rewind(self.stream)
@@ -73,10 +73,10 @@ class _COutput:
 
 @functools.cache
 def _c_output() -> _COutput | None:
-    """The stream of this process; None where the standard output cannot be exchanged.
+    """Return the C stream of this process; None if the standard output cannot be exchanged.
 
-    glibc says that `stdout` may be set like any variable, macOS names it otherwise; musl's is
-    constant, and Windows has none.
+    In glibc `stdout` may be assigned like any variable, and macOS has it under another name. In
+    musl it is constant, and Windows has none.
     """
     if sys.platform == "win32":
         return None

@@ -6,6 +6,7 @@ MIP for what is left of the gap.
 """
 
 import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -26,23 +27,30 @@ from alpa_strategy.intra_op.solver.priced import PricedProblem
 from alpa_strategy.options import PROPAGATION
 from alpa_strategy.units import format_bytes
 
-PROVED = 1e-6  # relative gap below which an incumbent counts as optimal
-GOOD = 1e-3  # below this gap it is not worth the time to search a large program
-POOR = 0.05  # above this gap even a large program is tried
+# Relative gap below which an incumbent counts as optimal.
+PROVED = 1e-6
+# Below this gap it is not worth the time to search a large program.
+GOOD = 1e-3
+# Above this gap even a large program is tried.
+POOR = 0.05
+# Parts of the gap by which a strategy may exceed the priced minimum to be in the program.
 CORES = (
     0.1,
     0.4,
     1.0,
-)  # parts of the gap by which a strategy may exceed the priced minimum to be in the program
-PATIENCE = 4.0  # seconds for one program while the gap is not poor
-SMALL_COLUMNS = 20_000  # a program that is solved to proof in a second or so
-MAX_COLUMNS = 150_000  # the relaxation of a program of this size takes a few seconds
+)
+# Seconds for one program while the gap is not poor.
+PATIENCE = 4.0
+# A program that is solved to proof in a second or so.
+SMALL_COLUMNS = 20_000
+# The relaxation of a program of this size takes a few seconds.
+MAX_COLUMNS = 150_000
 
 
 @dataclass(frozen=True)
 class Incumbent:
-    """A solution of a presolved problem: assignment in its own indices (None: none found), bound in
-    seconds.
+    """A solution of a presolved problem: the assignment in its indices (None: there is none), and a
+    bound in seconds.
     """
 
     assignment: list[int] | None
@@ -61,19 +69,19 @@ def solve(
     unlimited: Solution | None = None,
     tolerance: float = PROVED,
 ) -> Solution:
-    """The cheapest assignment whose bytes are within `problem.memory_limit`.
+    """Return the cheapest assignment whose bytes are within `problem.memory_limit`.
 
     Args:
-        time_limit: seconds of this process's work (how busy the machine is changes no plan) after
-            which the best assignment found is returned, with the bound proved so far.
-        cutoff: seconds of something else that will be taken unless this is cheaper.
-        unlimited: what this function gave for the problem without its memory limit.
-        tolerance: where memory binds, a relative gap at which the search ends.
+        time_limit: CPU seconds of this process (so that a busy machine changes no plan) after which
+            the best assignment so far is returned, with the bound proved so far.
+        cutoff: seconds of an alternative that will be taken unless this is cheaper.
+        unlimited: the result of this function for the problem without its memory limit.
+        tolerance: the relative gap at which the search ends if memory binds.
 
     Raises:
         NoCheaperSolution: as soon as it is proved that no assignment is cheaper than `cutoff`.
-        PlanError: no assignment has a finite cost, or none fits into the memory limit (it says the
-            least bytes).
+        PlanError: no assignment has a finite cost, or none fits into the memory limit (the message
+            has the least bytes).
     """
     deadline = time.process_time() + time_limit
     problem = with_shared_arrays(problem)
@@ -88,12 +96,12 @@ def solve(
     if evaluate(problem, free.assignment)[1] <= problem.memory_limit:
         return _solution(problem, free)
     priced = PricedProblem(problem)
-    found = _least(problem, priced, deadline)
-    if found.assignment is None:
+    smallest = _least(problem, priced, deadline)
+    if smallest.assignment is None:
         raise _out_of_time(time_limit)
-    least = lagrangian.point(problem, found.assignment)
+    least = lagrangian.point(problem, smallest.assignment)
     if least.num_bytes > problem.memory_limit:
-        about = "" if found.bound >= least.num_bytes * (1 - PROVED) else "about "
+        about = "" if smallest.bound >= least.num_bytes * (1 - PROVED) else "about "
         error = DoesNotFitError(
             f"The memory limit cannot be met: the least is {about}{format_bytes(least.num_bytes)}"
             f" ({least.num_bytes:.0f} bytes) per device, the limit is"
@@ -108,70 +116,98 @@ def solve(
 
 
 def propagate(problem: Problem) -> Solution:
-    """Layouts as they follow from op to op, nothing optimised and no memory limit.
+    """Return the layouts that follow from op to op, with nothing optimised and no memory limit.
 
-    Each op takes the strategy that is cheapest as its operands lie, resharding included. What
-    consumes nothing (a parameter, what a stage receives) takes what is cheapest for its first
-    consumer.
+    Each op takes its cheapest strategy for the present layouts of its operands, resharding
+    included. A choice that consumes nothing (a parameter, a received value) takes the strategy that
+    is cheapest for its first consumer.
 
     Raises:
-        PlanError: an op has no strategy for its operands as they lie.
+        PlanError: an op has no strategy for the layouts of its operands.
     """
-    consumed: dict[
-        int, dict[int, list[np.ndarray]]
-    ] = {}  # choice -> transfer -> the layouts that it asks for, [k]
+    # choice -> transfer -> [k] the layouts that its uses require
+    reads_of: dict[int, dict[int, list[np.ndarray]]] = {}
     for index, transfer in enumerate(problem.transfers):
         for use in transfer.uses:
-            consumed.setdefault(use.choice, {}).setdefault(index, []).append(use.layout)
-    costs = [
-        np.array(transfer.cost) for transfer in problem.transfers
-    ]  # 0 for targets that are there already
+            reads_of.setdefault(use.choice, {}).setdefault(index, []).append(use.layout)
+
+    # 0 for targets that are there already.
+    costs = [np.array(transfer.cost) for transfer in problem.transfers]
     taken: dict[int, int] = {}
-    for c, reads in sorted(consumed.items()):
-        every, operands = (
-            np.arange(len(problem.choices[c].cost)),
-            dict[int, np.ndarray](),
-        )  # [producer's strategy, k]
-        for index, layouts in reads.items():
-            p, source = problem.transfers[index].producer, problem.transfers[index].source
-            asked = np.zeros((len(every), costs[index].shape[1]), dtype=bool)  # [k, target]
-            for layout in layouts:
-                asked[every, layout] = True
-            alone = np.zeros(1) if p in taken else problem.choices[p].cost
-            sources = source[[taken[p]]] if p in taken else source
-            brought = np.where(asked, costs[index][sources][:, None], 0.0).sum(axis=2)
-            operands[p] = operands.get(p, alone[:, None]) + brought
+    for c, reads in sorted(reads_of.items()):
+        operands = _operand_costs(problem, c, reads, costs, taken)
         seconds = problem.choices[c].cost + sum(table.min(axis=0) for table in operands.values())
-        taken[c] = k = int(seconds.argmin())
-        if np.isinf(seconds[k]):
+        strategy = int(seconds.argmin())
+        taken[c] = strategy
+        if np.isinf(seconds[strategy]):
             raise PlanError(
                 f"layouts cannot be propagated to {problem.choices[c].name}: it takes none of its"
                 " operands as they lie",
                 'pin fewer layouts, or use solver="ilp"',
             )
-        for p, table in operands.items():
-            taken.setdefault(p, int(table[:, k].argmin()))
+        for producer, table in operands.items():
+            taken.setdefault(producer, int(table[:, strategy].argmin()))
         for index, layouts in reads.items():
-            costs[index][:, [layout[k] for layout in layouts]] = 0.0
-    assignment = tuple(
-        taken.get(c, int(choice.cost.argmin())) for c, choice in enumerate(problem.choices)
-    )
-    return Solution(assignment, *evaluate(problem, assignment), 0.0, PROPAGATION)
+            targets = [layout[strategy] for layout in layouts]
+            costs[index][:, targets] = 0.0
+
+    assignment = []
+    for c, choice in enumerate(problem.choices):
+        assignment.append(taken.get(c, int(choice.cost.argmin())))
+    return Solution(tuple(assignment), *evaluate(problem, assignment), 0.0, PROPAGATION)
+
+
+def _operand_costs(
+    problem: Problem,
+    c: int,
+    reads: Mapping[int, Sequence[np.ndarray]],
+    costs: Sequence[np.ndarray],
+    taken: Mapping[int, int],
+) -> dict[int, np.ndarray]:
+    """Return, per producer of a choice's operands, [producer's strategy, k] the seconds of the
+    producer and of resharding.
+
+    A producer that has taken a strategy has one row, without its own seconds.
+
+    Args:
+        reads: transfer -> [k] the layouts that the choice's uses require.
+        costs: [source, target] of each transfer.
+        taken: choice -> strategy.
+    """
+    strategies = np.arange(len(problem.choices[c].cost))
+    operands: dict[int, np.ndarray] = {}
+    for index, layouts in reads.items():
+        # [k, target]
+        is_required = np.zeros((len(strategies), costs[index].shape[1]), dtype=bool)
+        for layout in layouts:
+            is_required[strategies, layout] = True
+
+        producer = problem.transfers[index].producer
+        sources = problem.transfers[index].source
+        own_seconds = problem.choices[producer].cost
+        if producer in taken:
+            sources = sources[[taken[producer]]]
+            own_seconds = np.zeros(1)
+        # [source, k, target]
+        resharding = np.where(is_required, costs[index][sources][:, None], 0.0)
+        before = operands.get(producer, own_seconds[:, None])
+        operands[producer] = before + resharding.sum(axis=2)
+    return operands
 
 
 def _minimise(problem: Problem, deadline: float) -> Incumbent:
-    """The optimum without the memory limit."""
+    """Return the optimum without the memory limit."""
     reduced = presolve(replace(problem, memory_limit=float("inf")))
     if any(len(choice.cost) == 0 for choice in reduced.problem.choices):
         return Incumbent(None, np.inf, "presolve")
-    found = _eliminated(reduced.problem) or _by_program(reduced.problem, deadline)
-    if found.assignment is None:
-        return found
-    return replace(found, assignment=reduced.expand(found.assignment))
+    incumbent = _eliminated(reduced.problem) or _by_program(reduced.problem, deadline)
+    if incumbent.assignment is None:
+        return incumbent
+    return replace(incumbent, assignment=reduced.expand(incumbent.assignment))
 
 
 def _eliminated(problem: Problem) -> Incumbent | None:
-    """The optimum of a problem without a memory limit; None where tables would be too large."""
+    """Return the optimum of a problem without a memory limit; None if tables would be too large."""
     network = network_of(problem)
     order = None if network is None else plan_order(network)
     if network is None or order is None:
@@ -182,17 +218,26 @@ def _eliminated(problem: Problem) -> Incumbent | None:
     return Incumbent(assignment if is_possible else None, float(minimum[0]), "elimination")
 
 
+def _or_one(value: float) -> float:
+    return value if value else 1.0
+
+
 def _least(problem: Problem, priced: PricedProblem, deadline: float) -> Incumbent:
-    """The assignment with the fewest bytes among those of finite cost (ties: fewest seconds)."""
-    scale = sum(float(np.max(x.memory)) for x in problem.choices) or 1.0
-    total = (
-        sum(float(np.max(x.cost, where=np.isfinite(x.cost), initial=0.0)) for x in problem.choices)
-        or 1.0
-    )
-    weight = 1e-9 * scale / total
-    found = priced.minimise(1.0, weight)
-    if found is not None:
-        return Incumbent(*found, "elimination")
+    """Return the assignment with the fewest bytes among those of finite cost (ties: fewest
+    seconds).
+    """
+    most_bytes = 0.0
+    most_seconds = 0.0
+    for choice in problem.choices:
+        most_bytes += float(np.max(choice.memory))
+        is_allowed = np.isfinite(choice.cost)
+        most_seconds += float(np.max(choice.cost, where=is_allowed, initial=0.0))
+    # Decides among equals only.
+    weight = 1e-9 * _or_one(most_bytes) / _or_one(most_seconds)
+
+    solution = priced.minimise(1.0, weight)
+    if solution is not None:
+        return Incumbent(*solution, "elimination")
     return _minimise(lagrangian.price_memory(problem, 1.0, seconds_weight=weight), deadline)
 
 
@@ -205,8 +250,8 @@ def _solve_limited(
     cutoff: float,
     tolerance: float,
 ) -> Solution:
-    """With the memory limit binding: price, splice, prune by reduced cost, then the MIP on what is
-    left.
+    """Solve a problem whose memory limit binds: price, splice, prune by reduced cost, then solve
+    the rest as a MIP.
     """
     assert free.assignment is not None
 
@@ -215,19 +260,17 @@ def _solve_limited(
     if dual.bound >= cutoff:
         raise NoCheaperSolution
     near = lagrangian.Neighbourhood(problem)
-    found = min(
-        (least, dual.under, lagrangian.splice(problem, dual.over, dual.under, near)),
-        key=lambda x: x.seconds,
-    )
-    found = replace(found, bound=max(free.bound, dual.bound))
-    if found.gap <= tolerance or np.isinf(found.bound) or time.process_time() > deadline:
-        return found
+    spliced = lagrangian.splice(problem, dual.over, dual.under, near)
+    solution = _faster(_faster(least, dual.under), spliced)
+    solution = replace(solution, bound=max(free.bound, dual.bound))
+    if solution.gap <= tolerance or np.isinf(solution.bound) or time.process_time() > deadline:
+        return solution
     reduced = priced.reduced
-    if found.gap <= GOOD and num_columns(reduced.problem) > MAX_COLUMNS:
-        return found
+    if solution.gap <= GOOD and num_columns(reduced.problem) > MAX_COLUMNS:
+        return solution
     excess = _excess(priced, dual)
     for fraction in CORES if excess is not None else (1.0,):
-        reach = (found.seconds - dual.bound) * fraction
+        reach = (solution.seconds - dual.bound) * fraction
         core = reduced
         if excess is not None:
             core = reduced.restrict(
@@ -235,30 +278,33 @@ def _solve_limited(
             )
         if num_columns(core.problem) > MAX_COLUMNS:
             break
-        left = deadline - time.process_time()
-        if left <= 0 or (found.gap <= GOOD and num_columns(core.problem) > SMALL_COLUMNS):
+        seconds_left = deadline - time.process_time()
+        is_good_enough = solution.gap <= GOOD and num_columns(core.problem) > SMALL_COLUMNS
+        if seconds_left <= 0 or is_good_enough:
             break
-        patience = PATIENCE if found.gap <= POOR else left
-        until = time.process_time() + min(left, patience)
-        exact = _by_program(core.problem, until, core.contract(found.assignment), tolerance)
+        patience = PATIENCE if solution.gap <= POOR else seconds_left
+        until = time.process_time() + min(seconds_left, patience)
+        exact = _by_program(core.problem, until, core.contract(solution.assignment), tolerance)
         # Outside the core every assignment exceeds the priced minimum by at least `reach`.
         bound = exact.bound if excess is None else min(exact.bound, dual.bound + reach)
-        best = found
+        best = solution
         if exact.assignment is not None:
-            best = min(
-                found,
-                lagrangian.point(problem, core.expand(exact.assignment)),
-                key=lambda x: x.seconds,
-            )
-        found = replace(best, bound=max(found.bound, min(bound, best.seconds)), method=exact.method)
-        if found.gap <= tolerance:
+            best = _faster(best, lagrangian.point(problem, core.expand(exact.assignment)))
+        bound = max(solution.bound, min(bound, best.seconds))
+        solution = replace(best, bound=bound, method=exact.method)
+        if solution.gap <= tolerance:
             break
-    return found
+    return solution
+
+
+def _faster(one: Solution, other: Solution) -> Solution:
+    """Return the solution with fewer seconds; `one` if they are equal."""
+    return other if other.seconds < one.seconds else one
 
 
 def _excess(priced: PricedProblem, dual: Dual) -> list[np.ndarray] | None:
-    """[c][k]: by how many seconds every assignment with strategy k of c exceeds the priced minimum,
-    at least.
+    """Return [c][k] by how many seconds at least every assignment with strategy k of c exceeds the
+    priced minimum; None if unknown.
     """
     planned = priced.network(dual.price)
     base = dual.bound + dual.price * priced.problem.memory_limit
@@ -270,19 +316,21 @@ def _excess(priced: PricedProblem, dual: Dual) -> list[np.ndarray] | None:
 def _by_program(
     problem: Problem, deadline: float, incumbent: list[int] | None = None, tolerance: float = PROVED
 ) -> Incumbent:
-    """LP relaxation, then the MIP if the relaxation is fractional."""
+    """Solve the LP relaxation, then the MIP if the relaxation is fractional."""
     program = formulate(problem)
     relaxed, mass = solve_program(program, integer=False, time_limit=deadline - time.process_time())
     if np.isposinf(relaxed):
         return Incumbent(None, np.inf, "lp")
     near = lagrangian.Neighbourhood(problem)
     incumbent = _best(problem, incumbent, _round(problem, mass, near))
-    found = Incumbent(incumbent, relaxed, "lp")
-    left = deadline - time.process_time()
-    if incumbent is not None and (left <= 0.2 or _solution(problem, found).gap <= tolerance):
-        return found
+    start = Incumbent(incumbent, relaxed, "lp")
+    seconds_left = deadline - time.process_time()
+    if incumbent is not None and (
+        seconds_left <= 0.2 or _solution(problem, start).gap <= tolerance
+    ):
+        return start
     exact, mass = solve_program(
-        program, integer=True, time_limit=left, hint=incumbent, tolerance=tolerance
+        program, integer=True, time_limit=seconds_left, hint=incumbent, tolerance=tolerance
     )
     if np.isposinf(exact):
         return Incumbent(None, np.inf, "mip")
@@ -292,8 +340,8 @@ def _by_program(
 
 
 def _round(problem: Problem, mass: Mass | None, near: lagrangian.Neighbourhood) -> list[int] | None:
-    """The best assignment near a (fractional) solution that is finite and within the memory
-    limit.
+    """Return the best assignment near a (fractional) solution that is finite and within the memory
+    limit; None if there is none.
     """
     start = (
         [int(m.argmax()) for m in mass]
@@ -307,7 +355,7 @@ def _round(problem: Problem, mass: Mass | None, near: lagrangian.Neighbourhood) 
 
 
 def _best(problem: Problem, *candidates: list[int] | None) -> list[int] | None:
-    """The cheapest candidate that is finite and fits the limit."""
+    """Return the cheapest candidate that is finite and fits the limit; None if there is none."""
     measured = [(*evaluate(problem, c), c) for c in candidates if c is not None]
     fitting = []
     for seconds, num_bytes, candidate in measured:
@@ -316,10 +364,10 @@ def _best(problem: Problem, *candidates: list[int] | None) -> list[int] | None:
     return min(fitting, default=(0.0, 0.0, None))[2]
 
 
-def _solution(problem: Problem, found: Incumbent) -> Solution:
-    assert found.assignment is not None
-    priced = lagrangian.point(problem, found.assignment)
-    return replace(priced, bound=min(found.bound, priced.seconds), method=found.method)
+def _solution(problem: Problem, incumbent: Incumbent) -> Solution:
+    assert incumbent.assignment is not None
+    priced = lagrangian.point(problem, incumbent.assignment)
+    return replace(priced, bound=min(incumbent.bound, priced.seconds), method=incumbent.method)
 
 
 def _forbidden(problem: Problem) -> PlanError:

@@ -1,6 +1,6 @@
-"""`solve`, whose results are stored while a planning goes on: see `partial_results.py`.
+"""`solve`, whose results are stored while planning: see `partial_results.py`.
 
-The key is the whole problem, so a stored solution is right whatever graph, cluster and costs the
+The key is the full problem, so a stored solution is right whatever graph, cluster and costs the
 problem was made from. It is evaluated again when it is read.
 """
 
@@ -27,7 +27,8 @@ def solve_stored(
     unlimited: Solution | None = None,
     tolerance: float = PROVED,
 ) -> Solution:
-    """As `solve`, or what an interrupted planning's call gave with equal arguments.
+    """Return the result of `solve`, or the one that an interrupted planning stored for equal
+    arguments.
 
     Raises:
         NoCheaperSolution, PlanError: as `solve`.
@@ -40,7 +41,8 @@ def solve_stored(
         try:
             return solve(problem, time_limit, cutoff, unlimited, tolerance)
         except NoCheaperSolution as error:
-            return error.with_traceback(None)  # its frames hold tables
+            # Its frames hold tables.
+            return error.with_traceback(None)
 
     def decode(record: Record) -> Outcome:
         return _outcome(problem, record)
@@ -52,7 +54,7 @@ def solve_stored(
 
 
 def problem_key(problem: Problem, *arguments: object) -> Key:
-    """The hash of a problem and of what else a result depends on."""
+    """Return the hash of a problem and of all else that a result depends on."""
     key = Key(problem.memory_limit, *arguments)
     for choice in problem.choices:
         key.add(choice.name)
@@ -79,7 +81,7 @@ def _record(outcome: Outcome) -> Record:
 
 
 def _outcome(problem: Problem, record: Record) -> Outcome:
-    """The inverse of `_record`.
+    """Return the outcome that a record describes; the inverse of `_record`.
 
     Raises:
         BadFileError, KeyError, TypeError, ValueError: it is no outcome of this problem.
@@ -95,9 +97,9 @@ def _outcome(problem: Problem, record: Record) -> Outcome:
         raise BadFileError("it names a strategy that there is not")
 
     seconds, num_bytes, bound = record["numbers"].tolist()
-    for said, true in zip((seconds, num_bytes), evaluate(problem, assignment), strict=True):
-        if not math.isclose(said, true, rel_tol=SAME, abs_tol=SAME):
-            raise BadFileError(f"its assignment gives {true:g}, not {said:g}")
+    for stored, actual in zip((seconds, num_bytes), evaluate(problem, assignment), strict=True):
+        if not math.isclose(stored, actual, rel_tol=SAME, abs_tol=SAME):
+            raise BadFileError(f"its assignment gives {actual:g}, not {stored:g}")
     if num_bytes > problem.memory_limit or not bound <= seconds:
         raise BadFileError("it does not fit, or is below its own bound")
     return Solution(assignment, seconds, num_bytes, bound, str(record["method"]))
