@@ -37,8 +37,9 @@ def per_rank_match(target: PerRank, inner: RuleMatch | None) -> RuleMatch:
 def _shifted_split(target: PerRank, split: Split) -> Split:
     operands = []
     for dim, is_mapped in zip(split.operands, target.mapped, strict=True):
-        is_moved = dim is not None and is_mapped
-        operands.append(dim + 1 if is_moved else dim)
+        if dim is not None and is_mapped:
+            dim += 1
+        operands.append(dim)
     results: list[int | str] = []
     for mark in split.results:
         results.append(mark + 1 if isinstance(mark, int) else mark)
