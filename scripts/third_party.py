@@ -352,10 +352,8 @@ class Graphs(Dataset):
 
         g = torch.Generator().manual_seed(i)
         nodes = int(torch.randint(4, 9, (1,), generator=g))
-        x, edges = (
-            torch.randn(nodes, 8, generator=g, dtype=torch.float64),
-            torch.randint(nodes, (2, 20), generator=g),
-        )
+        x = torch.randn(nodes, 8, generator=g, dtype=torch.float64)
+        edges = torch.randint(nodes, (2, 20), generator=g)
         return Data(x=x, edge_index=edges, y=torch.randint(CLASSES, (1,), generator=g))
 
 
