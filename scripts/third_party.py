@@ -189,11 +189,11 @@ def bert_masked() -> Made:
 
     def loss(module: Trained, batch: Any) -> Tensor:
         is_masked = batch[0] % 5 == 0
-        inputs = {
+        given = {
             "input_ids": torch.where(is_masked, 1, batch[0]),
             "labels": torch.where(is_masked, batch[0], -100),
         }
-        return module.net(**inputs).loss
+        return module.net(**given).loss
 
     sizes = {
         "hidden_size": 32,
@@ -335,8 +335,8 @@ def lightly_dino() -> Made:
     head = DINOProjectionHead(16, 32, 8, 24)
     teachers_head = DINOProjectionHead(16, 32, 8, 24)
     others = {"teacher": copy.deepcopy(net), "teachers_head": teachers_head}
-    for network in others.values():
-        deactivate_requires_grad(network)
+    for each in others.values():
+        deactivate_requires_grad(each)
     return Trained(net, loss, head=head, criterion=DINOLoss(output_dim=24), **others), images()
 
 
@@ -352,8 +352,10 @@ class Graphs(Dataset):
 
         g = torch.Generator().manual_seed(i)
         nodes = int(torch.randint(4, 9, (1,), generator=g))
-        x = torch.randn(nodes, 8, generator=g, dtype=torch.float64)
-        edges = torch.randint(nodes, (2, 20), generator=g)
+        x, edges = (
+            torch.randn(nodes, 8, generator=g, dtype=torch.float64),
+            torch.randint(nodes, (2, 20), generator=g),
+        )
         return Data(x=x, edge_index=edges, y=torch.randint(CLASSES, (1,), generator=g))
 
 
@@ -435,11 +437,11 @@ def worker(kind: str, folder: str, names: list[str]) -> None:
     torch.set_num_threads(1)
     for name in names:
         try:
-            outcome = train(name, kind, folder)
+            found = train(name, kind, folder)
         except Exception as error:  # of any library; the others go on
             traceback.print_exc()
-            outcome = {"error": f"{type(error).__name__}: {error}"}
-        torch.save(outcome, Path(folder) / f"{name}_{kind}_{os.environ.get('RANK', '0')}.pt")
+            found = {"error": f"{type(error).__name__}: {error}"}
+        torch.save(found, Path(folder) / f"{name}_{kind}_{os.environ.get('RANK', '0')}.pt")
 
 
 def launch(kind: str, folder: str, names: list[str]) -> None:
@@ -478,17 +480,17 @@ def table(folder: str, names: list[str], plans: list[str]) -> int:
 
     for name in names:
         for plan in plans:
-            outcome = found(name, plan)
-            if "error" in outcome:
-                shown.add_row(name, plan, outcome["error"].splitlines()[0][:60], "", "", "")
+            own = found(name, plan)
+            if "error" in own:
+                shown.add_row(name, plan, own["error"].splitlines()[0][:60], "", "", "")
                 wrong += 1
                 continue
-            both = outcome["weights"], found(name, plan, 1).get("weights", {})
+            both = own["weights"], found(name, plan, 1).get("weights", {})
             same = both[0].keys() == both[1].keys() and all(
                 torch.equal(w, both[1][n]) for n, w in both[0].items()
             )
-            apart = [difference(found(name, kind), outcome) for kind in ("ddp", "one")]
-            if outcome["is_eager"]:
+            apart = [difference(found(name, kind), own) for kind in ("ddp", "one")]
+            if own["is_eager"]:
                 step, deviation = "eager", apart[0]
             else:
                 step, deviation = "captured", apart[1]
@@ -498,7 +500,7 @@ def table(folder: str, names: list[str], plans: list[str]) -> int:
                 name,
                 plan,
                 step,
-                *(f"{value:.0e}" for value in apart),
+                *(f"{each:.0e}" for each in apart),
                 "same" if same else "DIFFER",
                 style=None if is_right else "red",
             )
