@@ -64,10 +64,8 @@ def main(given: Sequence[str] | None = None) -> int:
     started = time.perf_counter()
     captured = list(captured_calls(database()[index::count], arguments.samples))
     calls = [c for c in captured if not isinstance(c, NotCaptured)]
-    names, refused = (
-        {c.name for c in captured},
-        {c.name: c.reason for c in captured if isinstance(c, NotCaptured)},
-    )
+    names = {c.name for c in captured}
+    refused = {c.name: c.reason for c in captured if isinstance(c, NotCaptured)}
     never = sorted(names - {c.name for c in calls})
     print(f"{len(names)} entries of the database, {len(names) - len(never)} captured")
     for reason, number in Counter(refused[name] for name in never).most_common():

@@ -137,10 +137,8 @@ def _costs(space: StageSpace) -> _Costs:
     work = np.maximum(
         work * (1 - overlap / B), work * (1 - overlap) + overlap * B * each_microbatch
     )
-    work, each_microbatch = (
-        np.where(exists, work, np.inf),
-        np.where(exists, each_microbatch, np.inf),
-    )
+    work = np.where(exists, work, np.inf)
+    each_microbatch = np.where(exists, each_microbatch, np.inf)
     sizes = np.array(space.sizes)
     wires = np.stack(
         [tables.boundary[links, :, a].min(axis=(0, 2)) for a, links in enumerate(_links(tables))], 1
@@ -397,10 +395,8 @@ def _simulated(costs: _Costs, name: str, v: int, index: int) -> float:
         return 0.0
     # [pipeline, stage]
     inner = np.array(list(combinations(range(1, L), stages - 1)))
-    first, last = (
-        np.pad(inner, ((0, 0), (1, 0))),
-        np.pad(inner, ((0, 0), (0, 1)), constant_values=L),
-    )
+    first = np.pad(inner, ((0, 0), (1, 0)))
+    last = np.pad(inner, ((0, 0), (0, 1)), constant_values=L)
     is_possible = costs.may_be[first, last, index].all(axis=1)
     if not is_possible.any():
         return math.inf

@@ -126,10 +126,8 @@ def layer_matrix(
     """
     shape = (len(prices), len(joined.entering_bytes), len(joined.leaving_bytes))
     # [price, p, q], [price, p, q, part]
-    objective, parts = (
-        np.full(shape, np.inf),
-        np.zeros((*shape, len(Part))),
-    )
+    objective = np.full(shape, np.inf)
+    parts = np.zeros((*shape, len(Part)))
     live = [np.flatnonzero(np.isfinite(p.forward + p.backward + p.once)) for p in joined.choices]
     if any(len(strategies) == 0 for strategies in live):
         return LayerMatrix(objective, parts)

@@ -4,7 +4,7 @@ what to do.
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from itertools import accumulate, pairwise
 
@@ -113,47 +113,56 @@ def layers_of(
     There are as many layers as there may be stages, and a split at every index that a pin requires.
     A parameter that several modules share is pinned where it is used under the pinned name.
     """
-    # Stages that the options allow; they can be met (`check_pins`)
+    # Stages that the options allow; they are possible (`check_pins`).
     least = options.num_stages or 1
     if options.num_stages is None and options.schedule is not None:
         least = min(n for n, _ in _possible(cluster, options)[options.schedule])
     count = max(least, min(default_num_layers(step), len(step.ops)))
-    cuts, bytes_at = (
-        {*cluster_layers(step, count), *stage_cuts(step, options.stages)},
-        boundary_bytes(step),
-    )
-    places, names = (
-        pinned_places(step, cluster, options),
-        {p.value: p.names for p in step.parameters},
-    )
-    # ops
-    readers: list[tuple[int, frozenset[Place]]] = []
-    for index, op in enumerate(step.ops if places else ()):
-        if read := [names[value] for value in op.operands if value in names]:
-            used = [
-                [name for name in names_of_op if name.rpartition(".")[0] == op.module]
-                or names_of_op
-                for names_of_op in read
-            ]
-            readers.append(
-                (
-                    index,
-                    frozenset(
-                        places[name]
-                        for names_of_op in used
-                        for name in names_of_op
-                        if name in places
-                    ),
-                )
-            )
-    for (end, place), (start, other) in pairwise(readers):
-        if place != other:
+    cuts = {*cluster_layers(step, count), *stage_cuts(step, options.stages)}
+
+    bytes_at = boundary_bytes(step)
+    readers = _pinned_readers(step, pinned_places(step, cluster, options))
+    for (end, places), (start, next_places) in pairwise(readers):
+        if places != next_places:
             cuts.add(min(range(start, end, -1), key=bytes_at.__getitem__))
-    found = tuple(sorted(cuts))
-    return found, tuple(
-        frozenset().union(*(names_of_op for op, names_of_op in readers if first <= op < last))
-        for first, last in pairwise(found)
-    )
+
+    all_cuts = tuple(sorted(cuts))
+    places_of_layers = []
+    for first, last in pairwise(all_cuts):
+        of_layer: set[Place] = set()
+        for op, places in readers:
+            if first <= op < last:
+                of_layer |= places
+        places_of_layers.append(frozenset(of_layer))
+    return all_cuts, tuple(places_of_layers)
+
+
+def _pinned_readers(
+    step: StepGraph, places: Mapping[str, Place]
+) -> list[tuple[int, frozenset[Place]]]:
+    """Return, per op that reads parameters, (its index, the meshes to which they are pinned).
+
+    A parameter with several names counts under the names in the op's module, if it has one there.
+
+    Args:
+        places: of `pinned_places`.
+    """
+    if not places:
+        return []
+    names_of_value = {p.value: p.names for p in step.parameters}
+    readers = []
+    for index, op in enumerate(step.ops):
+        read = [names_of_value[value] for value in op.operands if value in names_of_value]
+        if not read:
+            continue
+        pinned = set()
+        for names in read:
+            in_module = [name for name in names if name.rpartition(".")[0] == op.module]
+            for name in in_module or names:
+                if name in places:
+                    pinned.add(places[name])
+        readers.append((index, frozenset(pinned)))
+    return readers
 
 
 def pinned_places(step: StepGraph, cluster: ClusterSpec, options: PlanOptions) -> dict[str, Place]:

@@ -308,10 +308,8 @@ def cost_of(stage: StageProblem, assignment: Sequence[int], working: float = 0.0
         working: temporary bytes.
     """
     # The last two: of PER_STEP and EVERY_SPAN.
-    total, again = (
-        np.zeros(6),
-        np.zeros(stage.num_spans + 2),
-    )
+    total = np.zeros(6)
+    again = np.zeros(stage.num_spans + 2)
 
     def add(costs: CostBreakdown, at: int | tuple[int, int]) -> None:
         summed = costs.forward, costs.backward, costs.once, costs.always, costs.saved, costs.kept

@@ -426,16 +426,16 @@ class StageSolver:
     ) -> StagePlan:
         """Return the stage's plan, with totals per step of costs per micro-batch."""
         count, assignment = self.job.num_microbatches, fitted.solution.assignment
-        each, optimizer = busy_seconds(intra, assignment)
+        compute_once, optimizer = busy_seconds(intra, assignment)
         seconds = count * cost.seconds(request.remat) + cost.once
         made_once = sum(
             float(intra.ops[op].forward_seconds[assignment[len(intra.parameters) + op]])
             for op in intra.per_step.ops
         )
-        compute = count * each - (count - 1) * made_once
+        compute = count * compute_once - (count - 1) * made_once
         # The forward's share of compute is that of all seconds.
         if request.remat:
-            compute += count * each * cost.forward / max(cost.seconds(), 1e-30)
+            compute += count * compute_once * cost.forward / max(cost.seconds(), 1e-30)
         compute = min(compute, seconds - optimizer)
         peak = cost.num_bytes(request.alive / request.stages_per_mesh, request.remat)
         headroom = self.job.memory_limit - cost.num_bytes(request.alive, request.remat)

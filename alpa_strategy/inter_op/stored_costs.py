@@ -85,14 +85,14 @@ def runs_arguments(
     count = record["floor_prices"].shape[1]
     per_layer = len(shapes), L
     floors = ((len(shapes), count, 4), (len(shapes), count, L), per_layer, per_layer)
-    if any(record[name].shape != own for name, own in zip(FLOORS, floors, strict=True)):
+    if any(record[name].shape != size for name, size in zip(FLOORS, floors, strict=True)):
         raise BadFileError("its floors are not of the same layers")
     stored = (*PER_RUN[:5], *FLOORS)
     numbers = np.concatenate([record[name].ravel() for name in stored])
     if np.isnan(numbers).any() or (record["seconds"] < 0).any():
-        raise BadFileError("it holds what are no costs")
+        raise BadFileError("it has numbers that are no costs")
     if not np.isin(record["shape"], range(max(1, len(shapes)))).all():
-        raise BadFileError("it names a logical mesh that there is not")
+        raise BadFileError("it names a logical mesh that does not exist")
 
     arrays = {name: record[name] for name in (*PER_RUN, *PER_LAYER, *FLOORS)}
     return {"shapes": tuple(shapes), **arrays}

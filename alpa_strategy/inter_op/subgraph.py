@@ -150,15 +150,15 @@ def cluster_layers(step: StepGraph, num_layers: int | None = None) -> tuple[int,
         )
     flops = np.array([op_flops(op.call) for op in step.ops], dtype=float)
     bytes_at = boundary_bytes(step)
-    found = best_cuts(bytes_at, flops, num_layers, LEAST) or best_cuts(bytes_at, flops, num_layers)
+    cuts = best_cuts(bytes_at, flops, num_layers, LEAST) or best_cuts(bytes_at, flops, num_layers)
     # Without a least size there is always a way.
-    assert found is not None
+    assert cuts is not None
     blocks = _between_blocks(step, flops, num_layers) if num_layers == usual else None
-    if blocks is None or max(bytes_at[list(blocks[1:-1])]) > SAME_BYTES * max(
-        bytes_at[list(found[1:-1])], default=0
-    ):
-        return found
-    return blocks
+    if blocks is None:
+        return cuts
+    least = max(bytes_at[list(cuts[1:-1])], default=0)
+    is_as_good = max(bytes_at[list(blocks[1:-1])]) <= SAME_BYTES * least
+    return blocks if is_as_good else cuts
 
 
 def _between_blocks(step: StepGraph, flops: np.ndarray, num_layers: int) -> tuple[int, ...] | None:

@@ -289,10 +289,8 @@ def build(step: StepGraph, tables: OptionTables) -> IntraOp:
         builder.producers[value] = boundary.choice, boundary.layouts
     sent = {value: builder.add_boundary("sent", value) for value in step.sent}
     builder.add_transfers(received, sent)
-    problem, layouts = (
-        Problem(tuple(builder.choices), tuple(builder.transfers)),
-        tuple(builder.layouts),
-    )
+    problem = Problem(tuple(builder.choices), tuple(builder.transfers))
+    layouts = tuple(builder.layouts)
     return IntraOp(step, tables, problem, builder.parameters, builder.ops, layouts, received, sent)
 
 
@@ -493,10 +491,8 @@ class _Builder:
         layouts = TransferLayouts(value, sources, targets, in_forward)
         # [source, target]
         cost = forward + backward
-        memory, copies = (
-            np.zeros_like(cost),
-            [local_bytes(meta, target, self._mesh.shape) for target in targets],
-        )
+        memory = np.zeros_like(cost)
+        copies = [local_bytes(meta, target, self._mesh.shape) for target in targets]
         # A gathered parameter is not kept but gathered once more in the backward (ZeRO-3)
         if saved and is_parameter:
             cost = np.where(gathers(sources, targets), cost + forward, cost)

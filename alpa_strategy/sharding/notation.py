@@ -170,7 +170,7 @@ def _group_lengths(pairs: list[tuple[Term, int]], arguments: Mapping[str, Any]) 
 
     # Each time, the length of a group follows from terms in which no other group is unknown.
     while True:
-        found: dict[str, int] = {}
+        remaining: dict[str, int] = {}
         for term, rank in pairs:
             groups = [index.name for index in term.indices if index.group]
             unknown = {name for name in groups if name not in lengths}
@@ -178,10 +178,10 @@ def _group_lengths(pairs: list[tuple[Term, int]], arguments: Mapping[str, Any]) 
                 num_single = len(term.indices) - len(groups)
                 num_known = num_single + sum(lengths.get(name, 0) for name in groups)
                 name = unknown.pop()
-                found[name] = max(found.get(name, 0), rank - num_known)
-        if not found:
+                remaining[name] = max(remaining.get(name, 0), rank - num_known)
+        if not remaining:
             return lengths
-        lengths |= found
+        lengths |= remaining
 
 
 def _keys(term: Term, lengths: Mapping[str, int]) -> list[tuple[Key, Index]]:
@@ -417,14 +417,14 @@ def _step_around_one(dtype: torch.dtype) -> float | None:
     return None
 
 
-def to_strategies(call: OpCall, found: RuleMatch, axis_size: int) -> tuple[AxisStrategy, ...]:
-    """Return all strategies of `found` on an axis of `axis_size` devices, the repeated one first.
+def to_strategies(call: OpCall, match: RuleMatch, axis_size: int) -> tuple[AxisStrategy, ...]:
+    """Return all strategies of `match` on an axis of `axis_size` devices, the repeated one first.
 
     No duplicates. Ways to divide the work for which a dim has too few elements are left out.
     """
     strategies = [repeated_strategy(call)]
     operand_grads = _operand_grads(call)
-    for split in found.splits:
+    for split in match.splits:
         if split is None or not _fits(call, split, axis_size):
             continue
         inputs = tuple(
@@ -433,9 +433,9 @@ def to_strategies(call: OpCall, found: RuleMatch, axis_size: int) -> tuple[AxisS
         )
         outputs = tuple(map(_result_placement, split.results))
         strategies.append(AxisStrategy(inputs, outputs, split.implementation, split.collectives))
-    strategies += _carried(call, found)
-    strategies += _linear(call, found)
-    strategies += [strategy for strategy in found.extra if _has_elements(call, strategy, axis_size)]
+    strategies += _carried(call, match)
+    strategies += _linear(call, match)
+    strategies += [strategy for strategy in match.extra if _has_elements(call, strategy, axis_size)]
     return tuple(dict.fromkeys(strategies))
 
 
@@ -462,10 +462,10 @@ def _result_placement(mark: int | str) -> DualPlacement:
     return PARTIAL if mark == SUM else INVARIANT
 
 
-def _carried(call: OpCall, found: RuleMatch) -> Iterator[AxisStrategy]:
+def _carried(call: OpCall, match: RuleMatch) -> Iterator[AxisStrategy]:
     """`RuleMatch.carries`, if gradients keep their precision."""
     operand_grads = _operand_grads(call)
-    if not found.carries or not any(operand_grads):
+    if not match.carries or not any(operand_grads):
         return
     results_with_grad = [meta for meta in call.results if meta.requires_grad]
     operands_with_grad = [meta for meta in call.operands if meta.requires_grad]
@@ -475,12 +475,12 @@ def _carried(call: OpCall, found: RuleMatch) -> Iterator[AxisStrategy]:
         yield AxisStrategy(inputs, outputs)
 
 
-def _linear(call: OpCall, found: RuleMatch) -> Iterator[AxisStrategy]:
+def _linear(call: OpCall, match: RuleMatch) -> Iterator[AxisStrategy]:
     """A strategy on partial values for each set of `RuleMatch.linear`."""
-    if not found.linear or not _keeps_precision(call.operands, call.results):
+    if not match.linear or not _keeps_precision(call.operands, call.results):
         return
     operand_grads = _operand_grads(call)
-    for chosen in found.linear:
+    for chosen in match.linear:
         # Booleans have no sum.
         if any(call.operands[i].dtype == torch.bool for i in chosen):
             continue

@@ -78,7 +78,7 @@ def aligned(
     splits = []
     for dim in range(rank):
         dims = [(i, broadcast_dim(call, i, dim, rank)) for i in operands]
-        if dim not in whole and any(own is not None for _, own in dims):
+        if dim not in whole and any(operand_dim is not None for _, operand_dim in dims):
             splits.append(split_from_dims(call, dims, [dim] * len(call.results)))
     return RuleMatch(splits, linear_sets(call, linear), carries, "pointwise")
 
