@@ -297,7 +297,9 @@ def make_pictures(pictures: Mapping[str, tuple[str, ...]]) -> None:
             plan = Plan.load(file)
         device = ClusterSpec.load(cluster).device
         num_devices = len(_devices(plan))
-        how = f"{len(plan.stages)} stages, {plan.schedule}" if plan.is_pipelined else "one stage"
+        how = "one stage"
+        if len(plan.stages) > 1:
+            how = f"{len(plan.stages)} stages, {plan.schedule}"
         count = plan.num_microbatches
         title = f"{recipe} on {num_devices} x {device.name}: {how}, {count} micro-batches"
         picture = plan_picture(plan, device.memory_bytes * 0.9, title)
