@@ -14,6 +14,7 @@ setup(
     packages=[*find_packages(include=["alpa_strategy*"]), *DATA],
     package_dir=DATA,
     package_data={
+        "alpa_strategy": ["py.typed"],
         "alpa_strategy.recipes": ["*.yaml"],
         "alpa_strategy.configs": ["clusters/*.yaml"],
         "alpa_strategy.docs": ["op_coverage.json"],

@@ -51,6 +51,9 @@ __all__ = [
     "register_sharding",
 ]
 
+# pyproject.toml reads it from here.
+__version__ = "0.1.0"
+
 _LAZY = {
     "Action": "alpa_strategy.schedules",
     "AlpaError": "alpa_strategy.errors",

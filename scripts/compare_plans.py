@@ -19,7 +19,7 @@ be slower by more than 0.1 %, or if planning took more than 5 % more CPU seconds
 
 The reference holds the plans that take longest to make. Their CPU seconds are stored in units of a
 calibration loop, which runs in the process that plans: the reference holds on other machines, too.
-README's figures of planning are written from it.
+The figures of docs/how_planning_works.md are written from it.
 """
 
 from __future__ import annotations
@@ -62,7 +62,8 @@ LARGE_PAIRS = (
 # Against the reference: CPU work of one process differs by so much from run to run.
 MOST_RELATIVE_CPU = 1.25
 MOST_GAP_ADDED = 0.005
-README_MARKS = ("<!-- planning figures: scripts/compare_plans.py -->", "<!-- end -->")
+PAGE = ROOT / "docs" / "how_planning_works.md"
+PAGE_MARKS = ("<!-- planning figures: scripts/compare_plans.py -->", "<!-- end -->")
 
 
 @dataclass(frozen=True)
@@ -157,22 +158,20 @@ def worse_than(reference: LargePlan, now: LargePlan) -> list[str]:
     return problems
 
 
-def readme_figures(reference: dict[str, LargePlan]) -> str:
-    """README's lines on how long planning takes, with their marks."""
-    gpt = reference["gpt_39b:p3_16xlarge_x8:8"]
-    text = (
-        "- **Plans without devices.** `alpa plan` needs no GPU and no weights: 39 B parameters on"
-        f" 64 devices take\n  {gpt.cpu_seconds:.0f} CPU seconds."
-    )
-    return "\n".join((README_MARKS[0], text, README_MARKS[1]))
+def page_figures(reference: dict[str, LargePlan]) -> str:
+    """The page's table of how long planning takes, with its marks."""
+    lines = [PAGE_MARKS[0], "", "| recipe | cluster | nodes | CPU seconds |", "|---|---|---|---|"]
+    for pair, made in reference.items():
+        recipe, cluster, nodes = pair.split(":")
+        lines.append(f"| `{recipe}` | `{cluster}` | {nodes} | {made.cpu_seconds:.0f} |")
+    return "\n".join([*lines, "", PAGE_MARKS[1]])
 
 
-def write_readme(reference: dict[str, LargePlan]) -> None:
-    """Put the figures between README's marks."""
-    readme = ROOT / "README.md"
-    before, _, rest = readme.read_text().partition(README_MARKS[0])
-    after = rest.partition(README_MARKS[1])[2]
-    readme.write_text(before + readme_figures(reference) + after)
+def write_page(reference: dict[str, LargePlan]) -> None:
+    """Put the figures between the page's marks."""
+    before, _, rest = PAGE.read_text().partition(PAGE_MARKS[0])
+    after = rest.partition(PAGE_MARKS[1])[2]
+    PAGE.write_text(before + page_figures(reference) + after)
 
 
 def compare_with_reference(pairs: Sequence[str], write: bool) -> int:
@@ -194,7 +193,7 @@ def compare_with_reference(pairs: Sequence[str], write: bool) -> int:
             stored = {name: asdict(plan) for name, plan in sorted(reference.items())}
             REFERENCE.write_text(json.dumps(stored, indent=1) + "\n")
     if write:
-        write_readme(reference)
+        write_page(reference)
     if num_worse and not write:
         return 1
     return 0

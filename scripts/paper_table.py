@@ -8,14 +8,14 @@ what others do.
     # the table and docs/paper_table.md; nothing is planned
     python scripts/paper_table.py --report
 
-Every column is priced by the same costs under the same memory limit, with the paper's batch, number
-of micro-batches and recomputation everywhere (its authors' suites set `use_remat` for all models),
-its stages solved exactly and timed on the simulated clock. Results are kept cell by cell
-(docs/paper_table.json), so an interrupted run goes on.
+Every column is priced by the same costs under the same memory limit, with the paper's batch and
+number of micro-batches. Everything is recomputed, as the suites of its authors set `use_remat`
+for all models. Stages are solved exactly and timed on the simulated clock. Results are kept cell
+by cell (docs/paper_table.json), so an interrupted run goes on.
 
-PFLOPS are the paper's: the work of a step as its authors count it (alpa/util.py: forward, backward,
-and one more forward for recomputation, whether a plan recomputes or not) by the step's seconds:
-throughput in other words.
+PFLOPS are the paper's: the work of a step as its authors count it, by the step's seconds. They
+count forward, backward, and one more forward for recomputation, whether a plan recomputes or not
+(alpa/util.py).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ import math
 import sys
 import textwrap
 import time
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -398,18 +398,18 @@ def complaints(results: dict) -> Iterator[str]:
                 yield f"{cell.key}, {TITLES[column]}: {text}"
 
 
-def wrapped(paragraph: str, indent: str = "") -> str:
-    """Return a paragraph of Markdown in lines of at most 120 columns; `indent` is that of all lines
-    but the first.
-    """
-    return textwrap.fill(
-        paragraph, 120, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
-    )
+def wrapped(paragraph: str) -> str:
+    """Return a paragraph of Markdown in lines of at most 120 columns."""
+    return textwrap.fill(paragraph, 120, break_long_words=False, break_on_hyphens=False)
 
 
-def list_item(text: str) -> str:
-    """Return an item of a Markdown list, wrapped."""
-    return wrapped(f"- {text}", indent="  ")
+def table_of(entries: Iterable[str]) -> Iterator[str]:
+    """Yield a Markdown table of `what: why` entries."""
+    yield "| what | why |"
+    yield "|---|---|"
+    for entry in entries:
+        what, _, why = entry.replace("|", "/").partition(": ")
+        yield f"| {what} | {why} |"
 
 
 def report(results: dict, file: Path) -> None:
@@ -446,9 +446,9 @@ def report(results: dict, file: Path) -> None:
     text += [wrapped(legend), ""]
     if differences:
         text += ["## Where it differs from the paper", "", wrapped(WHENCE), ""]
-        text += [*(list_item(line) for line in differences), ""]
+        text += [*table_of(differences), ""]
     text += ["## Plans that are not the paper's", ""]
-    text += [*(list_item(remark) for remark in REMARKS), ""]
+    text += [*table_of(REMARKS), ""]
     file.write_text("\n".join(text), encoding="utf-8")
 
 

@@ -4,9 +4,9 @@
     python scripts/published.py rows.json --out docs/figures     # other rows of the same form
     python scripts/published.py --source nanotron -v             # some of them, row by row
 
-Every row that can be expressed is priced in its own configuration (data, tensor and pipeline
-parallel degrees, ZeRO, micro-batch, recomputation, schedule pinned) by the functions that the
-planner uses; the others are listed with why.
+Every row that can be expressed is priced by the functions that the planner uses, in its own
+configuration: data, tensor and pipeline parallel degrees, ZeRO, micro-batch, recomputation and
+schedule are pinned. The others are listed with why.
 """
 
 from __future__ import annotations
@@ -84,10 +84,10 @@ def summary(name: str, priced: Priced) -> list[str]:
     ]
 
 
-HOW = """Constants (efficiencies of A100, H100 and H100 at 500 W, memory bandwidth reached, overlap,
-the share of the line rate between nodes) were fitted by coordinate descent on the sources marked
-so, on the mean of |log error| per source; no constant belongs to a row. The forms themselves were
-chosen with all of these sources in view.
+HOW = """Fitted are efficiencies of A100, H100 and H100 at 500 W, memory bandwidth reached,
+overlap, and the share of the line rate between nodes. The fit is a coordinate descent over the
+sources marked so, on the mean of |log error| per source. No constant belongs to a row. The forms
+themselves were chosen with all of these sources in view.
 
 Properties of a program that ours does not have are in `published_rows.PROGRAMS` and priced as that
 program has them: prefetched parameters, gradients in fp32, a fused loss, re-gathered

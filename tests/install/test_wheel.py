@@ -81,6 +81,15 @@ def test_clusters_and_the_license_are_in_the_wheel(installed, tmp_path):
     )
 
 
+def test_the_version_and_the_marker_of_types_are_in_the_wheel(installed, tmp_path):
+    code = (
+        "import alpa_strategy as a, importlib.metadata as m, importlib.resources as r;"
+        "marker = r.files(a).joinpath('py.typed');"
+        "print(a.__version__ == m.version('alpa-strategy'), marker.is_file())"
+    )
+    assert run(installed / "python", "-c", code, cwd=tmp_path).split() == ["True", "True"]
+
+
 def test_the_wheel_requires_ortools_and_no_other_solver(installed, tmp_path):
     code = (
         "import importlib.metadata as m;"

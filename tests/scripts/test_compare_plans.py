@@ -1,5 +1,5 @@
-"""scripts/compare_plans.py: README's figures of planning are the reference's, and planning keeps
-it.
+"""scripts/compare_plans.py: the documentation's figures of planning are the reference's, and
+planning keeps it.
 """
 
 import sys
@@ -14,9 +14,9 @@ sys.path.insert(0, str(ROOT / "scripts"))
 import compare_plans  # noqa: E402
 
 
-def test_the_figures_of_readme_are_those_of_the_reference():
-    figures = compare_plans.readme_figures(compare_plans.read_reference())
-    assert figures in (ROOT / "README.md").read_text(encoding="utf-8")
+def test_the_figures_of_the_page_are_those_of_the_reference():
+    figures = compare_plans.page_figures(compare_plans.read_reference())
+    assert figures in compare_plans.PAGE.read_text(encoding="utf-8")
 
 
 def test_the_reference_is_of_large_pairs():

@@ -1,5 +1,5 @@
-"""The worked examples of CONTRIBUTING.md: the code runs on public names alone, the diffs apply and
-do what is said.
+"""The worked examples of docs/extending.md run on public names alone, and the diffs of
+CONTRIBUTING.md apply and do what is said.
 """
 
 import ast
@@ -14,7 +14,8 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
-EXAMPLES = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
+PAGE = (ROOT / "docs" / "extending.md").read_text(encoding="utf-8")
+EXAMPLES = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
 DIFFS = re.findall(r"```diff\n(.*?)```", TEXT, re.DOTALL)
 
 
@@ -28,8 +29,9 @@ def run(code: str, folder: Path, package: Path = ROOT) -> subprocess.CompletedPr
     )
 
 
-@pytest.mark.parametrize("code", EXAMPLES, ids=["rule", "schedule"])
-def test_the_code_runs_on_public_names(code, tmp_path):
+def test_the_code_runs_on_public_names(tmp_path):
+    """One after the other in one process: later examples use what earlier ones define."""
+    code = "\n".join(EXAMPLES)
     imported = [
         node for node in ast.walk(ast.parse(code)) if isinstance(node, ast.ImportFrom | ast.Import)
     ]
