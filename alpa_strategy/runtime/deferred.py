@@ -26,6 +26,7 @@ from torch.utils._python_dispatch import (
 )
 
 from alpa_strategy.errors import CaptureError
+from alpa_strategy.runtime.mapped_files import MappedFile, MappedFiles
 
 # Tensors from this size on are deferred.
 MIN_BYTES = 64 * 2**10
@@ -160,13 +161,17 @@ class Recorder(TorchDispatchMode):
         # Keeps the meta storages alive, so that no other gets the same address.
         self._storages: list[torch.UntypedStorage] = []
 
+        # Files that are mapped while ops are recorded -> a meta tensor of their bytes.
+        self.files = MappedFiles()
+        self._bytes_of: dict[int, Tensor] = {}
+
     @contextmanager
     def recording(self) -> Iterator[None]:
         """Context in which tensors are deferred. Nested in itself it does nothing."""
         if self in _get_current_dispatch_mode_stack():
             yield
             return
-        with self, _RealDeviceView(self):
+        with self.files.watching(), self, _RealDeviceView(self):
             yield
 
     def is_deferred(self, tensor: Tensor) -> bool:
@@ -257,6 +262,7 @@ class Recorder(TorchDispatchMode):
         """Run `func` on real tensors, or record it and return meta tensors."""
         kwargs = kwargs or {}
         with torch._C.DisableTorchFunction():
+            args, kwargs = pytree.tree_map_only(Tensor, self._deferred_file, (args, kwargs))
             leaves = pytree.tree_leaves((args, kwargs))
             tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
             if not any(tensor.is_meta for tensor in tensors):
@@ -265,6 +271,33 @@ class Recorder(TorchDispatchMode):
             elif func is torch.ops.aten._local_scalar_dense.default:
                 return func(self.whole(tensors[0]))
             return self._record(func, args, kwargs)
+
+    def _deferred_file(self, tensor: Tensor) -> Tensor:
+        """Return the deferred tensor in the place of a large one that is a view of a mapped file;
+        all others as they are.
+        """
+        file = self.files.of(tensor) if tensor.nbytes >= self.min_bytes else None
+        if file is None:
+            return tensor
+
+        if file.address not in self._bytes_of:
+            self._bytes_of[file.address] = self._add_file(file)
+        content = self._bytes_of[file.address].untyped_storage()
+        view = torch.empty(0, dtype=tensor.dtype, device="meta")
+        offset = (tensor.data_ptr() - file.address) // tensor.element_size()
+        view.set_(content, offset, tensor.size(), tensor.stride())
+        return view.requires_grad_(tensor.requires_grad)
+
+    def _add_file(self, file: MappedFile) -> Tensor:
+        """Record the reading of a file; return the meta tensor of its bytes."""
+        content = torch.empty(file.num_bytes, dtype=torch.uint8, device="meta")
+        self._adopt(content, torch.device("cpu"))
+        view = self._describe(content)
+        self._writers[view.storage].append(len(self.lines))
+        dtype = torch.get_default_dtype()
+        line = RecordedOp(file, (), {}, (), {view.storage: True}, (view,), dtype)
+        self.lines.append(line)
+        return content
 
     def _makes_big_tensor(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: Sequence[Tensor]
