@@ -10,9 +10,8 @@ generators had. Small tensors are real: Python may read them.
 import hashlib
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -27,110 +26,25 @@ from torch.utils._python_dispatch import (
 
 from alpa_strategy.errors import CaptureError
 from alpa_strategy.runtime.mapped_files import MappedFile, MappedFiles
+from alpa_strategy.runtime.recorded_op import (
+    RealTensor,
+    RecordedOp,
+    View,
+    generators_of,
+    is_for_meta,
+    meta_kwargs,
+    on_real_device,
+    storage_key,
+    to_meta,
+    view_of,
+    written_by,
+)
 
 # Tensors from this size on are deferred.
 MIN_BYTES = 64 * 2**10
 
 # The user's data up to this size is copied, so that it may change afterwards.
 COPIED_BYTES = 2**20
-
-# Ops that change their arguments 3 and 4 when argument 5 is true, which their schemas leave out.
-NORMS = ("aten::native_batch_norm", "aten::cudnn_batch_norm", "aten::miopen_batch_norm")
-# In-place ops whose result does not depend on the previous contents.
-_DRAWN = (
-    "normal_",
-    "uniform_",
-    "random_",
-    "exponential_",
-    "log_normal_",
-    "cauchy_",
-    "geometric_",
-    "bernoulli_",
-)
-OVERWRITING = frozenset({*_DRAWN, "zero_", "fill_", "copy_"})
-
-
-@dataclass(frozen=True)
-class View:
-    """A recorded tensor: its layout in a recorded storage."""
-
-    # Number of the storage.
-    storage: int
-
-    # Elements per dim, and elements of the storage between two neighbours of a dim.
-    size: tuple[int, ...]
-    stride: tuple[int, ...]
-
-    # Elements of the storage before its first one.
-    offset: int
-
-    dtype: torch.dtype
-
-
-@dataclass(frozen=True)
-class RealTensor:
-    """A real tensor that an op reads: the user's data, or a small tensor that is not deferred."""
-
-    tensor: Tensor
-
-    # Its version when it was recorded.
-    version: int
-
-    # Whether `tensor` is a copy; else it is the user's own, which has to stay unchanged.
-    is_copy: bool = True
-
-    def value(self) -> Tensor:
-        """Return the tensor.
-
-        Raises:
-            CaptureError: it was changed after it had been recorded.
-        """
-        if self.tensor._version != self.version:
-            raise CaptureError(
-                f"a tensor of shape {list(self.tensor.shape)} that initialises a parameter was"
-                " changed afterwards",
-                "leave it as it is until training has begun, or copy it (`.clone()`) before it is"
-                " changed",
-            )
-        return self.tensor
-
-
-@dataclass
-class RecordedOp:
-    """One recorded op."""
-
-    # The op, and its arguments with a `View` or a `RealTensor` in the place of each tensor.
-    func: Any
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-
-    # Storages whose contents it needs.
-    reads: tuple[int, ...]
-
-    # Storage -> whether all of it is overwritten (and nothing of it read).
-    writes: dict[int, bool]
-
-    # The tensors that it makes, in the order of the leaves that it returns; None for one in a
-    # storage that existed before.
-    results: tuple[View | None, ...]
-
-    # Torch's default dtype when it ran: of factories without a dtype, and of Python's numbers.
-    default_dtype: torch.dtype
-
-    # Of an op that draws random numbers, the states of its generators (see `generators_of`).
-    random: Sequence[Tensor] = ()
-
-    def text(self) -> str:
-        """Return a description that is the same on all ranks: without drawn numbers and data."""
-        plain = pytree.tree_map_only(RealTensor, _shape_and_dtype, (self.args, self.kwargs))
-        # Ranks have different GPUs of their node.
-        plain = pytree.tree_map_only(torch.device, lambda device: device.type, plain)
-        plain = pytree.tree_map_only(torch.Generator, lambda _: "generator", plain)
-        return f"{self.func}{plain}{self.results}{self.default_dtype}"
-
-
-def _shape_and_dtype(data: RealTensor) -> tuple[tuple[int, ...], torch.dtype]:
-    return tuple(data.tensor.shape), data.tensor.dtype
 
 
 class Recorder(TorchDispatchMode):
@@ -176,7 +90,7 @@ class Recorder(TorchDispatchMode):
 
     def is_deferred(self, tensor: Tensor) -> bool:
         """Whether this recorder can compute the values of a meta tensor."""
-        number = self._numbers.get(_key(tensor)) if tensor.is_meta else None
+        number = self._numbers.get(storage_key(tensor)) if tensor.is_meta else None
         if number is None:
             return False
         return any(self.lines[index].writes[number] for index in self._writers[number])
@@ -201,13 +115,13 @@ class Recorder(TorchDispatchMode):
         with torch.no_grad(), _disable_current_modes():
             # All other memory is freed while the ops run.
             contents = self._contents({view.storage})
-            return _view_of(contents[view.storage], view)
+            return view_of(contents[view.storage], view)
 
     def is_unchanged(self, tensor: Tensor) -> bool:
         """Return False if a deferred tensor was changed in place while nothing was recorded, as far
         as its version shows.
         """
-        number = self._numbers.get(_key(tensor))
+        number = self._numbers.get(storage_key(tensor))
         return number is None or tensor._version <= self._num_writes(number)
 
     def new_data(self, tensor: Tensor, before: int) -> None:
@@ -219,7 +133,7 @@ class Recorder(TorchDispatchMode):
             before: address of the storage that it had before.
         """
         old = self._numbers.get(before)
-        new = self._numbers.get(_key(tensor))
+        new = self._numbers.get(storage_key(tensor))
         if old is not None and new is not None and old != new:
             self._earlier_writes[new] = self._earlier_writes.get(new, 0) + self._num_writes(old)
 
@@ -229,10 +143,10 @@ class Recorder(TorchDispatchMode):
 
     def device_of(self, tensor: Tensor) -> torch.device:
         """Return the device of the real tensor that a meta tensor stands for."""
-        return self._devices.get(self._numbers.get(_key(tensor), -1), self.device)
+        return self._devices.get(self._numbers.get(storage_key(tensor), -1), self.device)
 
     def _describe(self, tensor: Tensor) -> View:
-        key = _key(tensor)
+        key = storage_key(tensor)
         if key not in self._numbers:
             self._adopt(tensor)
         return View(
@@ -251,7 +165,7 @@ class Recorder(TorchDispatchMode):
             device: of the real memory, by default the recorder's.
         """
         storage = tensor.untyped_storage()
-        number = self._numbers[_key(tensor)] = len(self._storages)
+        number = self._numbers[storage_key(tensor)] = len(self._storages)
         self._storages.append(storage)
         self._num_bytes[number] = storage.nbytes()
         self._devices[number] = device or self.device
@@ -266,8 +180,11 @@ class Recorder(TorchDispatchMode):
             leaves = pytree.tree_leaves((args, kwargs))
             tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
             if not any(tensor.is_meta for tensor in tensors):
+                if is_for_meta(kwargs) and _is_empty(func, args, kwargs):
+                    # By an empty tensor libraries ask on which device they build.
+                    return func(*args, **kwargs)
                 if not self._makes_big_tensor(func, args, kwargs, tensors):
-                    return func(*args, **_on_real_device(kwargs, self.device))
+                    return func(*args, **on_real_device(kwargs, self.device))
             elif func is torch.ops.aten._local_scalar_dense.default:
                 return func(self.whole(tensors[0]))
             return self._record(func, args, kwargs)
@@ -306,13 +223,13 @@ class Recorder(TorchDispatchMode):
         if tensors:
             # Only if it moves one to the device of a deferred tensor.
             is_large = any(tensor.nbytes >= self.min_bytes for tensor in tensors)
-            return _is_for_meta(kwargs) and is_large
+            return is_for_meta(kwargs) and is_large
 
         if not any("Tensor" in str(result.type) for result in func._schema.returns):
             return False
 
         # The op on the meta device shows how large the results would be.
-        for leaf in pytree.tree_leaves(func(*args, **_meta_kwargs(func, kwargs))):
+        for leaf in pytree.tree_leaves(func(*args, **meta_kwargs(func, kwargs))):
             if isinstance(leaf, Tensor) and leaf.untyped_storage().nbytes() >= self.min_bytes:
                 return True
         return False
@@ -320,12 +237,12 @@ class Recorder(TorchDispatchMode):
     def _record(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Record an op and return meta tensors; run it on real ones if it cannot be recorded."""
         try:
-            result = func(*pytree.tree_map(_to_meta, args), **_meta_kwargs(func, kwargs))
+            result = func(*pytree.tree_map(to_meta, args), **meta_kwargs(func, kwargs))
         except (NotImplementedError, RuntimeError):
             # The shapes of its results depend on data.
             return self._run_for_real(func, args, kwargs)
 
-        written = _written(func, args, kwargs)
+        written = written_by(func, args, kwargs)
         if any(not tensor.is_meta for tensor, _ in written):
             return self._run_for_real(func, args, kwargs)
 
@@ -359,9 +276,9 @@ class Recorder(TorchDispatchMode):
             args: of the call.
             kwargs: of the call.
             result: of the op on the meta device.
-            written: see `_written`.
+            written: see `written_by`.
         """
-        real_kwargs = _on_real_device(kwargs, self.device)
+        real_kwargs = on_real_device(kwargs, self.device)
         positional, named = pytree.tree_map(self._argument, (args, real_kwargs))
         leaves = pytree.tree_leaves((positional, named))
         views = [leaf for leaf in leaves if isinstance(leaf, View)]
@@ -381,7 +298,7 @@ class Recorder(TorchDispatchMode):
         device = named.get("device") or of_first
         results: list[View | None] = []
         for leaf in pytree.tree_leaves(result):
-            if isinstance(leaf, Tensor) and _key(leaf) in self._numbers:
+            if isinstance(leaf, Tensor) and storage_key(leaf) in self._numbers:
                 results.append(None)
             elif isinstance(leaf, Tensor):
                 self._adopt(leaf, device)
@@ -409,7 +326,7 @@ class Recorder(TorchDispatchMode):
         Raises:
             CaptureError: it changes a deferred tensor in place.
         """
-        for tensor, _ in _written(func, args, kwargs):
+        for tensor, _ in written_by(func, args, kwargs):
             if tensor.is_meta:
                 raise CaptureError(
                     f"{func} changes a deferred tensor of shape {list(tensor.shape)} and cannot be"
@@ -418,7 +335,7 @@ class Recorder(TorchDispatchMode):
                     " device",
                 )
         args, kwargs = pytree.tree_map_only(Tensor, self.whole, (args, kwargs))
-        return func(*args, **_on_real_device(kwargs, self.device))
+        return func(*args, **on_real_device(kwargs, self.device))
 
     # Running the ops that some storages need
 
@@ -474,7 +391,7 @@ class Recorder(TorchDispatchMode):
                 if leaf.storage not in storages:
                     # This op overwrites all of it.
                     storages[leaf.storage] = self._allocate(leaf.storage)
-                return _view_of(storages[leaf.storage], leaf)
+                return view_of(storages[leaf.storage], leaf)
             return leaf.value() if isinstance(leaf, RealTensor) else leaf
 
         args, kwargs = pytree.tree_map(real, (line.args, line.kwargs))
@@ -486,7 +403,7 @@ class Recorder(TorchDispatchMode):
             # The meta kernel may have given other strides than the real one; views were recorded
             # with the former.
             if tensor.stride() != result.stride or tensor.storage_offset() != result.offset:
-                tensor = _view_of(self._allocate(result.storage), result).copy_(tensor)
+                tensor = view_of(self._allocate(result.storage), result).copy_(tensor)
             storages[result.storage] = tensor.untyped_storage()
 
     def _call(self, line: RecordedOp, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -540,10 +457,11 @@ class _RealDeviceView(TorchFunctionMode):
             return False
         if func == torch.Tensor.device.__get__:
             with torch._C.DisableTorchFunction():
-                return self._recorder.device_of(args[0]) if args[0].is_meta else args[0].device
+                is_deferred = args[0].is_meta and args[0].numel() > 0
+                return self._recorder.device_of(args[0]) if is_deferred else args[0].device
         if func == torch.Tensor.data.__set__:  # type: ignore[attr-defined]
             target, data = args
-            before = _key(target)
+            before = storage_key(target)
             if target.is_meta == data.is_meta:
                 func(target, data)
             else:
@@ -555,70 +473,7 @@ class _RealDeviceView(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def _key(tensor: Tensor) -> int:
-    """Return the address of a tensor's storage."""
-    # The parameters of a lazy module refuse this function before they have a shape.
-    with torch._C.DisableTorchFunction():
-        return tensor.untyped_storage()._cdata
-
-
-def _to_meta(leaf: Any) -> Any:
-    """Return a meta tensor like a real one with dims; other leaves as they are."""
-    if isinstance(leaf, Tensor) and not leaf.is_meta and leaf.dim() > 0:
-        return torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device="meta")
-    return leaf
-
-
-def _meta_kwargs(func: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Return keyword arguments to run `func` on meta tensors, where no numbers are drawn."""
-    result = {name: pytree.tree_map(_to_meta, value) for name, value in kwargs.items()}
-    if "generator" in result:
-        result["generator"] = None
-    if any(argument.name == "device" for argument in func._schema.arguments):
-        result["device"] = torch.device("meta")
-    return result
-
-
-def _is_for_meta(kwargs: dict[str, Any]) -> bool:
-    device = kwargs.get("device")
-    return device is not None and torch.device(device).type == "meta"
-
-
-def _on_real_device(kwargs: dict[str, Any], device: torch.device) -> dict[str, Any]:
-    """Return the keyword arguments with `device` in the place of the meta device."""
-    return {**kwargs, "device": device} if _is_for_meta(kwargs) else kwargs
-
-
-def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[Tensor, bool]]:
-    """Return pairs of a tensor that the op changes in place, and whether it does not read it."""
-    written = []
-    if func._schema.name in NORMS and args[5]:
-        written = [(statistic, False) for statistic in args[3:5] if statistic is not None]
-    overwrites = func._schema.name.partition("::")[2] in OVERWRITING
-    for position, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is None or not argument.alias_info.is_write:
-            continue
-        value = args[position] if position < len(args) else kwargs.get(argument.name)
-        for tensor in pytree.tree_leaves(value):
-            if isinstance(tensor, Tensor):
-                written.append((tensor, overwrites or argument.is_out))
-    return written
-
-
-def generators_of(kwargs: Mapping[str, Any], device: torch.device) -> list[torch.Generator]:
-    """Return the generators that a random op may draw from: the one that is passed to it, or the
-    default ones.
-    """
-    passed = kwargs.get("generator")
-    if passed is not None:
-        return [passed]
-    if device.type != "cuda":
-        return [torch.default_generator]
-    # CUDA's generators exist from here on.
-    torch.cuda.init()
-    return [torch.default_generator, torch.cuda.default_generators[device.index or 0]]
-
-
-def _view_of(storage: torch.UntypedStorage, view: View) -> Tensor:
-    empty = torch.empty(0, dtype=view.dtype, device=storage.device)
-    return empty.set_(storage, view.offset, view.size, view.stride)
+def _is_empty(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether an op for the meta device returns one tensor without elements."""
+    result = func(*args, **kwargs)
+    return isinstance(result, Tensor) and result.numel() == 0
