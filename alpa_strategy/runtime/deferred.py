@@ -10,7 +10,7 @@ generators had. Small tensors are real: Python may read them.
 import hashlib
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import (
 )
 
 from alpa_strategy.errors import CaptureError
-from alpa_strategy.runtime.mapped_files import MappedFile, MappedFiles
+from alpa_strategy.runtime.mapped_files import MappedFiles
 from alpa_strategy.runtime.recorded_op import (
     RealTensor,
     RecordedOp,
@@ -198,23 +198,35 @@ class Recorder(TorchDispatchMode):
             return tensor
 
         if file.address not in self._bytes_of:
-            self._bytes_of[file.address] = self._add_file(file)
+            new = torch.empty(file.num_bytes, dtype=torch.uint8, device="meta")
+            self.add_source(new, file.open)
+            self._bytes_of[file.address] = new
         content = self._bytes_of[file.address].untyped_storage()
         view = torch.empty(0, dtype=tensor.dtype, device="meta")
         offset = (tensor.data_ptr() - file.address) // tensor.element_size()
         view.set_(content, offset, tensor.size(), tensor.stride())
         return view.requires_grad_(tensor.requires_grad)
 
-    def _add_file(self, file: MappedFile) -> Tensor:
-        """Record the reading of a file; return the meta tensor of its bytes."""
-        content = torch.empty(file.num_bytes, dtype=torch.uint8, device="meta")
+    def add_source(self, content: Tensor, read: Callable[[], Tensor]) -> None:
+        """Record that a new meta tensor has the values that a function returns.
+
+        Args:
+            content: contiguous, all of its storage.
+            read: returns them in a tensor of the same layout, at every call anew.
+        """
         self._adopt(content, torch.device("cpu"))
         view = self._describe(content)
         self._writers[view.storage].append(len(self.lines))
         dtype = torch.get_default_dtype()
-        line = RecordedOp(file, (), {}, (), {view.storage: True}, (view,), dtype)
-        self.lines.append(line)
-        return content
+        self.lines.append(RecordedOp(read, (), {}, (), {view.storage: True}, (view,), dtype))
+
+    def sources_of(self, tensor: Tensor) -> list[Any]:
+        """Return the functions given to `add_source` that the values of a tensor depend on."""
+        number = self._numbers.get(storage_key(tensor)) if tensor.is_meta else None
+        if number is None:
+            return []
+        functions = [self.lines[index].func for index in self._needed({number})]
+        return [func for func in functions if not hasattr(func, "_schema")]
 
     def _makes_big_tensor(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: Sequence[Tensor]

@@ -47,17 +47,13 @@ class MappedFile:
             size = os.path.getsize(self.path)
             if size < self.num_bytes:
                 raise OSError(f"it had {self.num_bytes} bytes and now has {size}")
-            storage = torch.UntypedStorage.from_file(self.path, False, self.num_bytes)
+            storage: Any = torch.UntypedStorage.from_file(self.path, False, self.num_bytes)
         except (OSError, RuntimeError) as error:
             raise CheckpointError(
                 f"the weights in {self.path} cannot be read: {error}",
                 "leave files of weights unchanged until training has begun",
             ) from error
         return torch.empty(0, dtype=torch.uint8).set_(storage)
-
-    def __call__(self) -> Tensor:
-        """Return `open()`, as the function of a recorded op."""
-        return self.open()
 
     def __str__(self) -> str:
         # Ranks may have the file in different folders.
@@ -88,8 +84,8 @@ class MappedFiles:
         original = torch.UntypedStorage.from_file
         threads = os.environ.get(SINGLE_THREADED)
 
-        def from_file(path: Any, *args: Any, **kwargs: Any) -> torch.UntypedStorage:
-            storage = original(path, *args, **kwargs)
+        def from_file(path: Any, *args: Any, **kwargs: Any) -> Any:
+            storage: Any = original(path, *args, **kwargs)
             is_shared = kwargs.get("shared", args[0] if args else False)
             if not is_shared:
                 location = os.path.abspath(os.fspath(path))

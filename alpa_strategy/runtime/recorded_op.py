@@ -105,7 +105,9 @@ class RecordedOp:
         # Ranks have different GPUs of their node.
         plain = pytree.tree_map_only(torch.device, lambda device: device.type, plain)
         plain = pytree.tree_map_only(torch.Generator, lambda _: "generator", plain)
-        return f"{self.func}{plain}{self.results}{self.default_dtype}"
+        # A bound method's text has the address of its object.
+        func = getattr(self.func, "__self__", self.func)
+        return f"{func}{plain}{self.results}{self.default_dtype}"
 
 
 def _shape_and_dtype(data: RealTensor) -> tuple[tuple[int, ...], torch.dtype]:

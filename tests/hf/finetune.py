@@ -18,12 +18,15 @@ SAMPLES = 8
 class FineTuning(pl.LightningModule):
     """A model from files and its loss, as users write it."""
 
-    def __init__(self, name: str, path: str, dtype: torch.dtype, by_name: bool) -> None:
+    def __init__(
+        self, name: str, path: str, dtype: torch.dtype, by_name: bool, lora: str = ""
+    ) -> None:
         super().__init__()
         self.name = name
         self.path = path
         self.dtype_of_files = dtype
         self.by_name = by_name
+        self.lora = lora
 
         # Of the built model: name -> whether the parameter has memory.
         self.has_memory: dict[str, bool] = {}
@@ -41,6 +44,11 @@ class FineTuning(pl.LightningModule):
         else:
             self.model = auto_class.from_pretrained(self.path, dtype=self.dtype_of_files)
         self.model.train()
+        if self.lora:
+            import peft
+
+            config = peft.LoraConfig(r=4, target_modules="all-linear", use_dora=self.lora == "dora")
+            self.model = peft.get_peft_model(self.model, config)
         for name, parameter in self.model.named_parameters():
             with torch._C.DisableTorchFunction():
                 self.has_memory[name] = not parameter.is_meta
@@ -51,7 +59,7 @@ class FineTuning(pl.LightningModule):
         return loss
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(self.parameters(), lr=1e-3)
+        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
 
 
 class FirstParameters(pl.Callback):
@@ -60,6 +68,7 @@ class FirstParameters(pl.Callback):
     def __init__(self) -> None:
         self.parameters: dict[str, torch.Tensor] = {}
         self.losses: list[float] = []
+        self.is_sharded: list[str] = []
 
     def on_before_optimizer_step(self, trainer: Any, module: Any, optimizer: Any) -> None:
         if self.parameters:
@@ -68,6 +77,8 @@ class FirstParameters(pl.Callback):
         for name, parameter in module.model.named_parameters():
             full = parameter.detach() if store is None else store.gather(parameter)
             self.parameters[name] = full.clone()
+            if parameter.shape != full.shape:
+                self.is_sharded.append(name)
 
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, *_: Any) -> None:
         self.losses.append(float(outputs["loss"]))
@@ -84,6 +95,7 @@ def record(
     by_name: bool = True,
     capture: str = "auto",
     export: str | None = None,
+    lora: str = "",
 ) -> dict[str, Any]:
     """Fine-tune `name` from the files in `path`, and return parameters, losses and weights.
 
@@ -98,6 +110,7 @@ def record(
         by_name: load by `alpa_strategy.hf.from_pretrained`, else by the library's own.
         capture: option of AlpaStrategy.
         export: folder to which the trained model is written while it is sharded.
+        lora: `lora` or `dora`: train an adapter of that kind.
     """
     tiny = MODELS[name]
     rows = tiny.batch(SAMPLES * steps, torch.Generator().manual_seed(3))
@@ -106,7 +119,7 @@ def record(
     callbacks: list[pl.Callback] = [recorder]
     if export is not None:
         callbacks.append(ExportAtEnd(export))
-    module = FineTuning(name, path, dtype, by_name and options is not None)
+    module = FineTuning(name, path, dtype, by_name and options is not None, lora)
     trainer = pl.Trainer(
         max_steps=steps,
         max_epochs=1,
@@ -125,6 +138,7 @@ def record(
         "losses": recorder.losses,
         "state": {k: v.detach().clone() for k, v in module.model.state_dict().items()},
         "buffers": {k: v.detach().clone() for k, v in module.model.named_buffers()},
+        "is_sharded": recorder.is_sharded,
         "has_memory": module.has_memory,
         "is_eager": plan is not None and plan.is_eager,
         "num_stages": 0 if plan is None else len(plan.stages),
@@ -139,4 +153,4 @@ class ExportAtEnd(pl.Callback):
 
     def on_train_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
         if trainer.global_step == trainer.max_steps:
-            trainer.strategy.save_pretrained(self.folder)
+            trainer.strategy.save_pretrained(self.folder, max_shard_size="200KB")
