@@ -40,8 +40,12 @@ def from_pretrained(
     from alpa_strategy.hf.quantized import check_not_quantized
 
     check_not_quantized(path, settings)
+    # Shapes that differ are in the report then, with their names.
+    accepts_shapes = settings.pop("ignore_mismatched_sizes", False)
+    settings["output_loading_info"] = True
+    settings["ignore_mismatched_sizes"] = True
     try:
-        model, report = auto_class.from_pretrained(path, output_loading_info=True, **settings)
+        model, report = auto_class.from_pretrained(path, **settings)
     except Exception as error:
         # Any error of the library; those that a file explains are worded here.
         explained = _explained(path, error)
@@ -49,23 +53,26 @@ def from_pretrained(
             raise
         raise explained from error
 
-    _check_report(path, report, strict)
+    _check_report(path, report, strict, accepts_shapes)
     return model
 
 
-def _check_report(path: str | Path, report: Mapping[str, Any], strict: bool) -> None:
+def _check_report(
+    path: str | Path, report: Mapping[str, Any], strict: bool, accepts_shapes: bool
+) -> None:
     """Check which names the library has found.
 
     Args:
         path: as the user wrote it.
         report: of the library's loading.
         strict: see `from_pretrained`.
+        accepts_shapes: whether tensors of other shapes are initialized instead.
 
     Raises:
         CheckpointError: a shape differs, or names do not match.
     """
     mismatched = sorted(report["mismatched_keys"], key=lambda entry: str(entry[0]))
-    if mismatched:
+    if mismatched and not accepts_shapes:
         name, stored, expected = mismatched[0]
         raise CheckpointError(
             f"{name} has shape {list(stored)} in {_file_of(path, name)} and {list(expected)} in the"
@@ -119,9 +126,6 @@ def _explained(path: str | Path, error: Exception) -> CheckpointError | None:
             # The library's own class of errors is private.
             return CheckpointError(f"{file} is damaged: {reason}", "copy it again")
 
-    text = str(error)
-    if "size mismatch" in text or "mismatched" in text:
-        return CheckpointError(f"the weights in {path} have other shapes than the model: {text}")
     return None
 
 

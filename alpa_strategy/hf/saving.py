@@ -8,8 +8,8 @@ are complete.
 
 import os
 import shutil
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from alpa_strategy.comm.collectives import broadcast_object, on_all_ranks, rank_in, world_size
-from alpa_strategy.errors import CheckpointError, SetupError
+from alpa_strategy.errors import CheckpointError, RuntimeMismatchError, SetupError
 from alpa_strategy.hf.lazy_state import FileContents, LazyState, ParameterSource
 from alpa_strategy.hf.libraries import library
 from alpa_strategy.hf.model_files import copy_processing_files, write_model_card
@@ -97,6 +97,7 @@ def save_pretrained(
 
     Raises:
         CheckpointError: a file cannot be written.
+        RuntimeMismatchError: the ranks have different models.
     """
     library("safetensors")
     target = Path(broadcast_object(str(Path(folder).absolute())))
@@ -104,9 +105,14 @@ def save_pretrained(
     is_rank_zero = rank_in(None) == 0
 
     with torch.no_grad(), torch.inference_mode(False):
-        state, files = on_all_ranks(
-            lambda: _planned_files(model, staging, values, max_shard_size), lambda _: None
-        )[0]
+        (state, files), lists = on_all_ranks(
+            lambda: _planned_files(model, staging, values, max_shard_size),
+            lambda planned: [(str(file.path), list(file.tensors)) for file in planned[1]],
+        )
+        if any(other != lists[0] for other in lists):
+            raise RuntimeMismatchError(
+                "the ranks would save different tensors", "build the same model on every rank"
+            )
 
         def prepare() -> list[Layout]:
             layouts = [layout_of(file.tensors, file.metadata) for file in files]
@@ -146,7 +152,7 @@ def _planned_files(
     except OSError as error:
         raise CheckpointError(f"{own} cannot be made: {error}", "give another folder") from error
 
-    with values.full_shapes():
+    with values.full_shapes(), _saving_on_every_rank(model):
         state = LazyState(model, values.shape_of, values.read)
 
         def save(tensors: dict[str, Any]) -> None:
@@ -159,6 +165,19 @@ def _planned_files(
         FileContents(file.path.relative_to(own), file.tensors, file.metadata) for file in files
     ]
     return state, relative
+
+
+@contextmanager
+def _saving_on_every_rank(model: nn.Module) -> Iterator[None]:
+    """Context in which the library does on every rank what it does on rank 0."""
+    models: list[Any] = [m for m in model.modules() if hasattr(m, "should_save_on_this_rank")]
+    for each in models:
+        each.should_save_on_this_rank = lambda _: True
+    try:
+        yield
+    finally:
+        for each in models:
+            del each.should_save_on_this_rank
 
 
 def _write_all(

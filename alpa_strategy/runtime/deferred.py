@@ -32,6 +32,7 @@ from alpa_strategy.runtime.recorded_op import (
     View,
     generators_of,
     is_for_meta,
+    is_loading,
     meta_kwargs,
     on_real_device,
     storage_key,
@@ -40,8 +41,9 @@ from alpa_strategy.runtime.recorded_op import (
     written_by,
 )
 
-# Tensors from this size on are deferred.
+# Tensors from this size on are deferred, and views of mapped files: experts are merged of many.
 MIN_BYTES = 64 * 2**10
+MIN_FILE_BYTES = 2**10
 
 # The user's data up to this size is copied, so that it may change afterwards.
 COPIED_BYTES = 2**20
@@ -79,6 +81,10 @@ class Recorder(TorchDispatchMode):
         self.files = MappedFiles()
         self._bytes_of: dict[int, Tensor] = {}
 
+        # Storages that a library made on the meta device before it loads weights. Their random
+        # numbers are drawn when they are needed: most often other values take their place.
+        self._for_meta: set[int] = set()
+
     @contextmanager
     def recording(self) -> Iterator[None]:
         """Context in which tensors are deferred. Nested in itself it does nothing."""
@@ -111,7 +117,7 @@ class Recorder(TorchDispatchMode):
                 "build the module in configure_model, or give its modules a reset_parameters"
                 " method",
             )
-        view = self._describe(tensor)
+        view = self.describe(tensor)
         with torch.no_grad(), _disable_current_modes():
             # All other memory is freed while the ops run.
             contents = self._contents({view.storage})
@@ -145,7 +151,8 @@ class Recorder(TorchDispatchMode):
         """Return the device of the real tensor that a meta tensor stands for."""
         return self._devices.get(self._numbers.get(storage_key(tensor), -1), self.device)
 
-    def _describe(self, tensor: Tensor) -> View:
+    def describe(self, tensor: Tensor) -> View:
+        """Return the layout of a meta tensor in its storage."""
         key = storage_key(tensor)
         if key not in self._numbers:
             self._adopt(tensor)
@@ -180,7 +187,7 @@ class Recorder(TorchDispatchMode):
             leaves = pytree.tree_leaves((args, kwargs))
             tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
             if not any(tensor.is_meta for tensor in tensors):
-                if is_for_meta(kwargs) and _is_empty(func, args, kwargs):
+                if is_for_meta(kwargs) and is_loading() and _is_empty(func, args, kwargs):
                     # By an empty tensor libraries ask on which device they build.
                     return func(*args, **kwargs)
                 if not self._makes_big_tensor(func, args, kwargs, tensors):
@@ -193,7 +200,8 @@ class Recorder(TorchDispatchMode):
         """Return the deferred tensor in the place of a large one that is a view of a mapped file;
         all others as they are.
         """
-        file = self.files.of(tensor) if tensor.nbytes >= self.min_bytes else None
+        min_bytes = min(self.min_bytes, MIN_FILE_BYTES)
+        file = self.files.of(tensor) if tensor.nbytes >= min_bytes else None
         if file is None:
             return tensor
 
@@ -215,7 +223,7 @@ class Recorder(TorchDispatchMode):
             read: returns them in a tensor of the same layout, at every call anew.
         """
         self._adopt(content, torch.device("cpu"))
-        view = self._describe(content)
+        view = self.describe(content)
         self._writers[view.storage].append(len(self.lines))
         dtype = torch.get_default_dtype()
         self.lines.append(RecordedOp(read, (), {}, (), {view.storage: True}, (view,), dtype))
@@ -239,6 +247,8 @@ class Recorder(TorchDispatchMode):
 
         if not any("Tensor" in str(result.type) for result in func._schema.returns):
             return False
+        if is_for_meta(kwargs) and is_loading():
+            return True
 
         # The op on the meta device shows how large the results would be.
         for leaf in pytree.tree_leaves(func(*args, **meta_kwargs(func, kwargs))):
@@ -259,7 +269,8 @@ class Recorder(TorchDispatchMode):
             return self._run_for_real(func, args, kwargs)
 
         line = self._line(func, args, kwargs, result, written)
-        if torch.Tag.nondeterministic_seeded in func.tags:
+        is_random = torch.Tag.nondeterministic_seeded in func.tags
+        if is_random and not self._for_meta.issuperset(line.writes):
             # Generators advance as on a single device; the drawn numbers are freed at once.
             states = [generator.get_state() for generator in generators_of(kwargs, self.device)]
             with torch.no_grad(), _disable_current_modes():
@@ -298,7 +309,7 @@ class Recorder(TorchDispatchMode):
         writes: dict[int, bool] = {}
         unread: set[int] = set()
         for tensor, is_overwritten in written:
-            view = self._describe(tensor)
+            view = self.describe(tensor)
             num_uses = sum(other.storage == view.storage for other in views)
             only_target = is_overwritten and num_uses == 1
             is_all_of_it = tensor.nbytes == self._num_bytes[view.storage]
@@ -314,7 +325,9 @@ class Recorder(TorchDispatchMode):
                 results.append(None)
             elif isinstance(leaf, Tensor):
                 self._adopt(leaf, device)
-                view = self._describe(leaf)
+                view = self.describe(leaf)
+                if is_for_meta(kwargs) and is_loading():
+                    self._for_meta.add(view.storage)
                 results.append(view)
                 writes[view.storage] = True
         reads = tuple(dict.fromkeys(view.storage for view in views if view.storage not in unread))
@@ -327,7 +340,7 @@ class Recorder(TorchDispatchMode):
         if not isinstance(leaf, Tensor):
             return leaf
         if leaf.is_meta:
-            return self._describe(leaf)
+            return self.describe(leaf)
         is_copy = leaf.untyped_storage().nbytes() <= COPIED_BYTES
         data = leaf.detach().clone() if is_copy else leaf
         return RealTensor(data, data._version, is_copy)
@@ -351,15 +364,37 @@ class Recorder(TorchDispatchMode):
 
     # Running the ops that some storages need
 
-    def _needed(self, storages: Iterable[int]) -> list[int]:
-        """Return the indices of the lines that determine the contents of `storages`, ascending."""
+    def last_writer(self, storage: int, end: int) -> RecordedOp | None:
+        """Return the last op before line `end` that writes to a storage."""
+        writers = self._writers[storage]
+        position = bisect_left(writers, end)
+        return self.lines[writers[position - 1]] if position else None
+
+    def index_of_writer(self, storage: int, end: int) -> int:
+        """Return the line of `last_writer`."""
+        writers = self._writers[storage]
+        return writers[bisect_left(writers, end) - 1]
+
+    def value_at(self, view: View, end: int) -> Tensor:
+        """Return the real tensor of a view as it was before line `end`, computed anew."""
+        with torch.no_grad(), _disable_current_modes():
+            return view_of(self._contents({view.storage}, end)[view.storage], view)
+
+    def _needed(self, storages: Iterable[int], end: int | None = None) -> list[int]:
+        """Return the indices of the lines that determine the contents of `storages`, ascending.
+
+        Args:
+            storages: numbers of storages.
+            end: only lines before this one count; None: all.
+        """
         needed: set[int] = set()
         visited: set[tuple[int, int]] = set()
-        waiting = [(storage, len(self.lines)) for storage in storages]
+        end_of_all = len(self.lines) if end is None else end
+        waiting = [(storage, end_of_all) for storage in storages]
         while waiting:
-            storage, end = waiting.pop()
+            storage, before = waiting.pop()
             writers = self._writers[storage]
-            last = bisect_left(writers, end)
+            last = bisect_left(writers, before)
             if (storage, last) in visited:
                 continue
             visited.add((storage, last))
@@ -373,9 +408,11 @@ class Recorder(TorchDispatchMode):
                     break
         return sorted(needed)
 
-    def _contents(self, wanted: set[int]) -> dict[int, torch.UntypedStorage]:
-        """Return storage -> its real memory after all ops so far, for the `wanted` ones."""
-        indices = self._needed(wanted)
+    def _contents(
+        self, wanted: set[int], end: int | None = None
+    ) -> dict[int, torch.UntypedStorage]:
+        """Return storage -> its real memory after all ops before line `end`, for the `wanted`."""
+        indices = self._needed(wanted, end)
         last_use: dict[int, int] = {}
         for index in indices:
             line = self.lines[index]
@@ -426,10 +463,23 @@ class Recorder(TorchDispatchMode):
 
             # Without recorded states it draws for the first time, and advances the generators.
             generators = generators_of(kwargs, self.device)
+            if line.is_random and not line.random:
+                line.random = [generator.get_state() for generator in generators]
+                return line.func(*args, **kwargs)
             for generator, state in zip(generators, line.random, strict=False):
                 stack.callback(generator.set_state, generator.get_state())
                 generator.set_state(state)
             return line.func(*args, **kwargs)
+
+    def draw(self, tensors: Iterable[Tensor]) -> None:
+        """Draw the random numbers that deferred tensors still need, in the order of the ops."""
+        numbers = {self._numbers.get(storage_key(t)) for t in tensors if t.is_meta}
+        known = {number for number in numbers if number is not None}
+        for index in self._needed(known):
+            line = self.lines[index]
+            if line.is_random and not line.random:
+                with torch.no_grad(), _disable_current_modes():
+                    self._execute(line, self._contents(set(line.reads), index))
 
     # The same script on all ranks
 

@@ -3,6 +3,7 @@
 `runtime/deferred.py` records and runs them.
 """
 
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +13,9 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from alpa_strategy.errors import CaptureError
+
+# Name of the functions by which libraries load models (transformers, diffusers, peft).
+LOADER = "from_pretrained"
 
 # Ops that change their arguments 3 and 4 when argument 5 is true, which their schemas leave out.
 NORMS = ("aten::native_batch_norm", "aten::cudnn_batch_norm", "aten::miopen_batch_norm")
@@ -99,6 +103,11 @@ class RecordedOp:
     # Of an op that draws random numbers, the states of its generators (see `generators_of`).
     random: Sequence[Tensor] = ()
 
+    @property
+    def is_random(self) -> bool:
+        """Whether it draws random numbers."""
+        return torch.Tag.nondeterministic_seeded in getattr(self.func, "tags", ())
+
     def text(self) -> str:
         """Return a description that is the same on all ranks: without drawn numbers and data."""
         plain = pytree.tree_map_only(RealTensor, _shape_and_dtype, (self.args, self.kwargs))
@@ -141,6 +150,19 @@ def meta_kwargs(func: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
 def is_for_meta(kwargs: dict[str, Any]) -> bool:
     device = kwargs.get("device")
     return device is not None and torch.device(device).type == "meta"
+
+
+def is_loading() -> bool:
+    """Whether a library builds a model for weights that it is about to load.
+
+    Their loaders build on the meta device, and expect that no number is drawn.
+    """
+    frame = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_name == LOADER:
+            return True
+        frame = frame.f_back  # type: ignore[assignment]
+    return False
 
 
 def on_real_device(kwargs: dict[str, Any], device: torch.device) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from equality.harness import Rows, _loader, _parallel_arguments
-from hf.tiny_models import MODELS
+from hf.tiny_models import MODELS, WITH_EXPERTS
 from quiet import QUIET
 
 SAMPLES = 8
@@ -44,6 +44,9 @@ class FineTuning(pl.LightningModule):
         else:
             self.model = auto_class.from_pretrained(self.path, dtype=self.dtype_of_files)
         self.model.train()
+        if self.name in WITH_EXPERTS:
+            # The default, grouped_mm, has no float64 kernel in PyTorch.
+            self.model.set_experts_implementation("batched_mm")
         if self.lora:
             import peft
 
@@ -69,6 +72,7 @@ class FirstParameters(pl.Callback):
         self.parameters: dict[str, torch.Tensor] = {}
         self.losses: list[float] = []
         self.is_sharded: list[str] = []
+        self.state_of: list[str] = []
 
     def on_before_optimizer_step(self, trainer: Any, module: Any, optimizer: Any) -> None:
         if self.parameters:
@@ -82,6 +86,9 @@ class FirstParameters(pl.Callback):
 
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, *_: Any) -> None:
         self.losses.append(float(outputs["loss"]))
+        names = {parameter: name for name, parameter in module.model.named_parameters()}
+        states = trainer.optimizers[0].state
+        self.state_of = sorted(names[parameter] for parameter in states)
 
 
 def record(
@@ -138,6 +145,7 @@ def record(
         "losses": recorder.losses,
         "state": {k: v.detach().clone() for k, v in module.model.state_dict().items()},
         "buffers": {k: v.detach().clone() for k, v in module.model.named_buffers()},
+        "state_of": recorder.state_of,
         "is_sharded": recorder.is_sharded,
         "has_memory": module.has_memory,
         "is_eager": plan is not None and plan.is_eager,

@@ -133,6 +133,7 @@ def _causal(config: str, **settings: Any) -> Tiny:
     )
 
 
+WITH_EXPERTS = ("mixtral", "qwen_moe")
 MODELS = {
     "llama": _causal("LlamaConfig", tie_word_embeddings=False),
     "llama_tied": _causal("LlamaConfig", tie_word_embeddings=True),
