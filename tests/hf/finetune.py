@@ -81,7 +81,7 @@ class FirstParameters(pl.Callback):
         for name, parameter in module.model.named_parameters():
             full = parameter.detach() if store is None else store.gather(parameter)
             self.parameters[name] = full.clone()
-            if parameter.shape != full.shape:
+            if store is not None and parameter in store.sharded_parameters:
                 self.is_sharded.append(name)
 
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, *_: Any) -> None:
@@ -151,6 +151,13 @@ def record(
         "is_eager": plan is not None and plan.is_eager,
         "num_stages": 0 if plan is None else len(plan.stages),
     }
+
+
+def assert_losses(runs: list[dict[str, Any]], expected: dict[str, Any]) -> None:
+    """Losses are one process's; those of eager steps are each rank's on its own samples."""
+    losses = torch.tensor([run["losses"] for run in runs])
+    mean = losses.mean(0) if runs[0]["is_eager"] else losses[0]
+    torch.testing.assert_close(mean, torch.tensor(expected["losses"]), rtol=1e-6, atol=0)
 
 
 class ExportAtEnd(pl.Callback):
