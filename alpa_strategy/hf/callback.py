@@ -6,7 +6,7 @@ from typing import Any
 from lightning.pytorch.callbacks import Callback
 from typing_extensions import override
 
-from alpa_strategy.errors import OptionError
+from alpa_strategy.errors import OptionError, SetupError
 
 
 class HFCheckpoint(Callback):
@@ -21,6 +21,7 @@ class HFCheckpoint(Callback):
 
     Raises:
         OptionError: `every_n_train_steps` is no positive integer.
+        SetupError: the Trainer has another strategy.
     """
 
     def __init__(
@@ -46,6 +47,14 @@ class HFCheckpoint(Callback):
 
         # The last step that was saved: several batches may belong to one step.
         self._last_step = 0
+
+    @override
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        if not hasattr(trainer.strategy, "save_pretrained"):
+            raise SetupError(
+                f"HFCheckpoint with {type(trainer.strategy).__name__}",
+                'train with strategy="alpa", or call the model\'s own save_pretrained',
+            )
 
     @override
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
