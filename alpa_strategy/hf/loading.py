@@ -12,6 +12,7 @@ from typing import Any
 
 from alpa_strategy.errors import CheckpointError
 from alpa_strategy.hf.libraries import library
+from alpa_strategy.hf.quantized import check_not_quantized
 
 # Names of a message.
 NUM_NAMES = 5
@@ -37,8 +38,6 @@ def from_pretrained(
         CheckpointError: a file cannot be read, a shape differs, or names do not match (`strict`).
     """
     library("transformers")
-    from alpa_strategy.hf.quantized import check_not_quantized
-
     check_not_quantized(path, settings)
     # Shapes that differ are in the report then, with their names.
     accepts_shapes = settings.pop("ignore_mismatched_sizes", False)

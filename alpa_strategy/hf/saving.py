@@ -156,7 +156,8 @@ def _planned_files(
         state = LazyState(model, values.shape_of, values.read)
 
         def save(tensors: dict[str, Any]) -> None:
-            model.save_pretrained(own, state_dict=tensors, max_shard_size=max_shard_size)  # type: ignore[operator]
+            library_model: Any = model
+            library_model.save_pretrained(own, state_dict=tensors, max_shard_size=max_shard_size)
 
         files = state.collected(save)
     if rank != 0:

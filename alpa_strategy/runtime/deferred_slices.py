@@ -221,7 +221,8 @@ def _translated(view: View, box: Box, base: View) -> tuple[Box, list[int]] | Non
     for size, stride in zip(box.sizes, view.stride, strict=True):
         if size == 1:
             continue
-        matching = [d for d in long_dims if base.stride[d] == stride and d not in order]
+        matching = [dim for dim in long_dims if base.stride[dim] == stride]
+        matching = [dim for dim in matching if dim not in order]
         if not matching or starts[matching[0]] + size > base.size[matching[0]]:
             return None
         sizes[matching[0]] = size

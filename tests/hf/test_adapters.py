@@ -84,7 +84,7 @@ class FromAdapter(FineTuning):
 def adapter_of_one_step(
     path: str, adapter: str, root: str, checkpoint: str
 ) -> dict[str, torch.Tensor]:
-    """Train one step with the adapter, save a checkpoint, and return the adapter's values before."""
+    """Train one step with the adapter, save a checkpoint, and return weights before and after."""
     before: dict[str, torch.Tensor] = {}
 
     class Look(pl.Callback):

@@ -34,8 +34,13 @@ QUICK += [("t5", "eager zero3")]
 
 
 def cases(plans: dict[str, dict[str, Any]]) -> list[tuple[str, str]]:
-    pairs = [(model, plan) for model in MODELS for plan in plans]
-    return [(m, p) for m, p in pairs if p != "experts" or m in WITH_EXPERTS]
+    pairs = []
+    for model in MODELS:
+        names = [name for name in plans if name != "experts"]
+        if model in WITH_EXPERTS:
+            names.append("experts")
+        pairs += [(model, name) for name in names]
+    return pairs
 
 
 @pytest.fixture(scope="module")

@@ -97,7 +97,9 @@ def test_packed_sequences_and_masks(tmp_path):
     first = " ".join(texts).split(" ")
     counted = [True] * 4 + [False] * 2 + [True] * 3 + [False] * 3 + [True] * 4
     assert tokens[:2].flatten().tolist() == [ids[word] for word in first]
-    expected = [ids[word] if use else -100 for word, use in zip(first, counted, strict=True)]
+    expected = []
+    for word, is_counted in zip(first, counted, strict=True):
+        expected.append(ids[word] if is_counted else -100)
     assert targets.flatten()[:15].tolist() == expected[1:]
 
 
