@@ -290,7 +290,7 @@ def _export(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _export_to_folder(arguments: argparse.Namespace) -> Path:
+def _export_to_folder(arguments: argparse.Namespace) -> Path | str:
     # transformers is optional.
     from alpa_strategy.hf.export import export_pretrained
 

@@ -7,6 +7,7 @@ from lightning.pytorch.callbacks import Callback
 from typing_extensions import override
 
 from alpa_strategy.errors import OptionError, SetupError
+from alpa_strategy.hf import uploads
 
 
 class HFCheckpoint(Callback):
@@ -14,7 +15,8 @@ class HFCheckpoint(Callback):
 
     Args:
         every_n_train_steps: optimizer steps between two saves.
-        folder: of the saves; None: `<default_root_dir>/hf`.
+        folder: of the saves, or a URL, to which they are uploaded in the background; None:
+            `<default_root_dir>/hf`.
         max_shard_size: largest size of a file of weights.
         tokenizer: (or processor) whose files are written too.
         module: name of the submodule, if several have a `save_pretrained`.
@@ -63,5 +65,12 @@ class HFCheckpoint(Callback):
             return
 
         self._last_step = step
-        root = self._folder or Path(trainer.default_root_dir) / "hf"
-        trainer.strategy.save_pretrained(Path(root) / f"step-{step}", **self._options)
+        root = str(self._folder or f"{trainer.default_root_dir}/hf")
+        folder = f"{root.rstrip('/')}/step-{step}"
+        # An earlier upload that has failed is raised now.
+        uploads.wait()
+        trainer.strategy.save_pretrained(folder, in_background=True, **self._options)
+
+    @override
+    def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
+        uploads.wait()

@@ -21,14 +21,14 @@ def export_pretrained(
     module: str | None = None,
     max_shard_size: str | int = MAX_SHARD_SIZE,
     weights_only: bool = True,
-) -> Path:
+) -> Path | str:
     """Write the model of a checkpoint as its own `save_pretrained` does.
 
     One parameter at a time is in memory.
 
     Args:
         source: the checkpoint, a file or a directory.
-        folder: to write to.
+        folder: to write to, or a URL.
         module: name of the submodule, if several are models of Hugging Face.
         max_shard_size: largest size of a file of weights.
         weights_only: as of `torch.load`.

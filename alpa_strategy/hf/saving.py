@@ -23,6 +23,7 @@ from alpa_strategy.hf.lazy_state import FileContents, LazyState, ParameterSource
 from alpa_strategy.hf.libraries import library
 from alpa_strategy.hf.model_files import copy_processing_files, write_model_card
 from alpa_strategy.hf.safetensors_file import Layout, create, layout_of, sync, write_tensor
+from alpa_strategy.hf.uploads import is_url, local_copy, upload
 
 # Files of weights of at most this size, unless the user gives another.
 MAX_SHARD_SIZE = "5GB"
@@ -81,16 +82,21 @@ def save_pretrained(
     values: Values,
     max_shard_size: str | int = MAX_SHARD_SIZE,
     tokenizer: Any = None,
-) -> Path:
+    upload_root: Path | None = None,
+    in_background: bool = False,
+) -> Path | str:
     """Write a model as its own `save_pretrained` does. Collective.
 
     Args:
         model: of transformers or of PEFT, sharded or not.
-        folder: on a file system that all ranks share. Other files in it stay.
+        folder: on a file system that all ranks share, or a URL. Other files in it stay.
         values: of the model's parameters.
         max_shard_size: largest size of a file of weights, as of the library.
         tokenizer: (or processor) whose files are written too; None: those of the folder or name
             from which the model was loaded are copied.
+        upload_root: local folder in which files for a URL are written first, shared by all ranks;
+            None: the current one.
+        in_background: whether this returns before files are uploaded.
 
     Returns:
         The folder.
@@ -100,6 +106,9 @@ def save_pretrained(
         RuntimeMismatchError: the ranks have different models.
     """
     library("safetensors")
+    url = broadcast_object(str(folder) if is_url(folder) else None)
+    if url is not None:
+        folder = local_copy(url, upload_root or Path.cwd())
     target = Path(broadcast_object(str(Path(folder).absolute())))
     staging = target.parent / f".{target.name}.saving"
     is_rank_zero = rank_in(None) == 0
@@ -132,9 +141,11 @@ def save_pretrained(
                 copy_processing_files(model, staging)
             write_model_card(staging)
             _put_in_place(staging, target, [file.path for file in files])
+            if url is not None:
+                upload(target, url, in_background)
 
     on_all_ranks(finish, lambda _: None)
-    return target
+    return target if url is None else url
 
 
 def _planned_files(

@@ -28,7 +28,7 @@ from alpa_strategy.comm.collectives import (
 from alpa_strategy.errors import AlpaError, RuntimeMismatchError
 from alpa_strategy.lightning.digests import digest
 from alpa_strategy.runtime.deferred import Recorder
-from alpa_strategy.runtime.deferred_slices import read_box
+from alpa_strategy.runtime.deferred_slices import read_into
 from alpa_strategy.runtime.host_memory import keep_freed
 from alpa_strategy.runtime.parameters import ParameterStore
 
@@ -255,10 +255,8 @@ class DeferredInit:
     def _read(self, deferred: Tensor, chunks: Sequence[Chunk]) -> None:
         """Read boxes of a deferred tensor into the chunks' memory."""
         assert self._recorder is not None
-        with torch.no_grad():
-            for chunk in chunks:
-                box = read_box(self._recorder, deferred, chunk.offsets, chunk.tensor.shape)
-                chunk.tensor.copy_(box)
+        for chunk in chunks:
+            read_into(self._recorder, deferred, chunk.offsets, chunk.tensor)
 
     def _reset(self, module: nn.Module) -> None:
         """Reset the modules on the meta device whose initialisation was not recorded.

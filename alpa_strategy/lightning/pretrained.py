@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from alpa_strategy.errors import CheckpointError
+from alpa_strategy.lightning.checkpoint_paths import local_folder
 from alpa_strategy.lightning.full_parameters import shapes_only
 
 
@@ -18,15 +19,19 @@ class SavesPretrained:
         max_shard_size: str | int | None = None,
         tokenizer: Any = None,
         module: str | None = None,
-    ) -> Path:
+        in_background: bool = False,
+    ) -> Path | str:
         """Write the model as its own `save_pretrained` does, by all ranks. Collective.
 
         Args:
-            folder: on a file system that all ranks share. Other files in it stay.
+            folder: on a file system that all ranks share, or a URL of fsspec (s3://, gs://). Other
+                files in it stay.
             max_shard_size: largest size of a file of weights, 5GB by default.
             tokenizer: (or processor) whose files are written too; None: those of the folder or name
                 from which the model was loaded are copied.
             module: name of the submodule, if several have a `save_pretrained`.
+            in_background: with a URL: whether this returns when the files are on the local disk,
+                below `default_root_dir`; `hf.uploads.wait()` waits until they are uploaded.
 
         Returns:
             The folder.
@@ -53,4 +58,5 @@ class SavesPretrained:
         else:
             store = strategy.store
             values = saving.values_of(store, partial(shapes_only, store))
-        return saving.save_pretrained(model, folder, values, size, tokenizer)
+        root = local_folder(strategy.lightning_module.trainer) / ".alpa" / "exports"
+        return saving.save_pretrained(model, folder, values, size, tokenizer, root, in_background)

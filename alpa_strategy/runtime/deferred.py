@@ -230,11 +230,14 @@ class Recorder(TorchDispatchMode):
 
     def sources_of(self, tensor: Tensor) -> list[Any]:
         """Return the functions given to `add_source` that the values of a tensor depend on."""
+        return [func for func in self.functions_of(tensor) if not hasattr(func, "_schema")]
+
+    def functions_of(self, tensor: Tensor) -> list[Any]:
+        """Return the ops and sources that the values of a tensor depend on, in their order."""
         number = self._numbers.get(storage_key(tensor)) if tensor.is_meta else None
         if number is None:
             return []
-        functions = [self.lines[index].func for index in self._needed({number})]
-        return [func for func in functions if not hasattr(func, "_schema")]
+        return [self.lines[index].func for index in self._needed({number})]
 
     def _makes_big_tensor(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: Sequence[Tensor]

@@ -20,6 +20,10 @@ aten = torch.ops.aten
 
 # Ops whose result has at each index the operand's value, perhaps in another dtype.
 COPIES = frozenset({aten.clone.default, aten._to_copy.default})
+DIVISIBLE = COPIES | {aten.copy_.default, aten.cat.default, aten.stack.default}
+
+# Bytes of a full tensor's rows that are read at once.
+BLOCK_BYTES = 16 * 2**20
 
 
 @dataclass(frozen=True)
@@ -59,6 +63,39 @@ def read_box(recorder: Recorder, tensor: Tensor, offsets: Sequence[int], sizes: 
     box = Box(tuple(offsets), tuple(sizes))
     with torch.no_grad(), _disable_current_modes():
         return _Reader(recorder).box_of(recorder.describe(tensor), box, len(recorder.lines))
+
+
+def read_into(recorder: Recorder, tensor: Tensor, offsets: Sequence[int], target: Tensor) -> None:
+    """Read a box of a deferred tensor into memory, in blocks of its first dim.
+
+    Pages of mapped files count as this process's memory while they are mapped.
+
+    Args:
+        recorder: of the tensor.
+        tensor: deferred.
+        offsets: index of the box's first element, by dim.
+        target: with the box's shape, on any device.
+    """
+    num_rows = target.shape[0] if target.dim() else 1
+    block = num_rows
+    if target.dim() and _can_be_divided(recorder, tensor):
+        row_bytes = max(1, tensor[:1].numel() * tensor.element_size())
+        block = max(1, BLOCK_BYTES // row_bytes)
+
+    with torch.no_grad():
+        if block >= num_rows:
+            target.copy_(read_box(recorder, tensor, offsets, target.shape))
+            return
+        for start in range(0, num_rows, block):
+            rows = target[start : start + block]
+            first = (offsets[0] + start, *offsets[1:])
+            rows.copy_(read_box(recorder, tensor, first, rows.shape))
+
+
+def _can_be_divided(recorder: Recorder, tensor: Tensor) -> bool:
+    """Whether no op computes all of its result for a box of it."""
+    ops = [func for func in recorder.functions_of(tensor) if hasattr(func, "_schema")]
+    return DIVISIBLE.issuperset(ops)
 
 
 class _Reader:

@@ -103,6 +103,7 @@ def record(
     capture: str = "auto",
     export: str | None = None,
     lora: str = "",
+    precision: str | None = None,
 ) -> dict[str, Any]:
     """Fine-tune `name` from the files in `path`, and return parameters, losses and weights.
 
@@ -118,6 +119,7 @@ def record(
         capture: option of AlpaStrategy.
         export: folder to which the trained model is written while it is sharded.
         lora: `lora` or `dora`: train an adapter of that kind.
+        precision: of the Trainer; by default that of `dtype`.
     """
     tiny = MODELS[name]
     rows = tiny.batch(SAMPLES * steps, torch.Generator().manual_seed(3))
@@ -131,7 +133,7 @@ def record(
         max_steps=steps,
         max_epochs=1,
         accelerator="cpu",
-        precision="64-true" if dtype == torch.float64 else "32-true",
+        precision=precision or ("64-true" if dtype == torch.float64 else "32-true"),
         callbacks=callbacks,
         default_root_dir=root,
         **QUIET,

@@ -20,8 +20,9 @@ from safetensors.torch import load_file, save_file
 
 from alpa_strategy import hf
 from alpa_strategy.errors import CheckpointError, SetupError
+from alpa_strategy.runtime import deferred_slices
 from alpa_strategy.runtime.deferred import Recorder
-from alpa_strategy.runtime.deferred_slices import read_box
+from alpa_strategy.runtime.deferred_slices import read_box, read_into
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 
@@ -63,6 +64,9 @@ def assert_boxes(deferred: nn.Module, expected: nn.Module, recorder: Recorder) -
             for dim, (start, size) in enumerate(zip(starts, sizes, strict=True)):
                 box = box.narrow(dim, start, size)
             assert torch.equal(read_box(recorder, own[name].detach(), starts, sizes), box), name
+        target = torch.empty_like(full)
+        read_into(recorder, own[name].detach(), (0,) * full.dim(), target)
+        assert torch.equal(target, full), name
         assert torch.equal(recorder.whole(own[name].detach()), full), name
     for name, buffer in expected.named_buffers():
         assert torch.equal(recorder.whole(deferred.get_buffer(name)), buffer), name
@@ -71,7 +75,8 @@ def assert_boxes(deferred: nn.Module, expected: nn.Module, recorder: Recorder) -
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", list(MODELS))
-def test_any_box_has_the_values_of_the_library(folder, name, dtype):
+def test_any_box_has_the_values_of_the_library(folder, monkeypatch, name, dtype):
+    monkeypatch.setattr(deferred_slices, "BLOCK_BYTES", 5000)
     path = MODELS[name].save(folder / name)
     auto_class = getattr(transformers, MODELS[name].auto_class)
     expected = auto_class.from_pretrained(path, dtype=dtype)

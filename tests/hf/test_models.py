@@ -118,6 +118,19 @@ def test_files_to_files(pool, reference, tmp_path, name, plan):
     check(pool, reference, tmp_path, name, 2, PLANS[plan])
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_parameters_have_the_precision_of_the_trainer(pool, reference, tmp_path, dtype):
+    """Whether the library casts the weights or the Trainer does."""
+    path, _ = reference("mixtral", 2)
+    expected = MODELS["mixtral"].loaded(path).to(torch.bfloat16).state_dict()
+    options = {"parallel": "zero3"}
+    arguments = ("mixtral", str(path), options, 2, str(tmp_path), 1, dtype, True, "auto", None, "")
+    for run in pool.run(2, record, *arguments, "bf16-true"):
+        for key, value in run["first"].items():
+            assert value.dtype == torch.bfloat16
+            assert torch.equal(value, expected[key]), key
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "plan"), [c for c in cases(PLANS) if c not in QUICK])
 def test_files_to_files_under_all_plans(pool, reference, tmp_path, name, plan):

@@ -64,6 +64,12 @@ class Tiny:
             self.build().save_pretrained(folder, max_shard_size=self.max_shard_size)
         return folder
 
+    def loaded(self, folder: Path) -> Any:
+        """Return the model with the weights of a folder, by the library alone."""
+        import transformers
+
+        return getattr(transformers, self.auto_class).from_pretrained(folder)
+
     def loss(self, model: Any, batch: dict[str, Tensor]) -> Tensor:
         """Return the mean loss over the targets; the library's own rounds logits to float32."""
         logits = self.logits(model, batch)
