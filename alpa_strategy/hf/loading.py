@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from alpa_strategy.errors import CheckpointError
+from alpa_strategy.errors import CheckpointError, SetupError
 from alpa_strategy.hf.libraries import library
 from alpa_strategy.hf.quantized import check_not_quantized
 
@@ -33,12 +33,17 @@ def from_pretrained(
             its configuration.
 
     Raises:
-        SetupError: transformers is not installed, or the weights would be quantized by
-            bitsandbytes, whose 4-bit and 8-bit tensors cannot be sharded.
+        SetupError: transformers is not installed, a `device_map` is given, or the weights are
+            quantized (bitsandbytes), in blocks that cannot be sharded.
         CheckpointError: a file cannot be read, a shape differs, or names do not match (`strict`).
     """
     library("transformers")
     check_not_quantized(path, settings)
+    if settings.get("device_map") is not None:
+        raise SetupError(
+            f"device_map={settings['device_map']!r}: the plan decides where parameters are",
+            "leave it out; `AlpaStrategy(device_map=...)` pins modules to devices",
+        )
     # Shapes that differ are in the report then, with their names.
     accepts_shapes = settings.pop("ignore_mismatched_sizes", False)
     settings["output_loading_info"] = True

@@ -111,41 +111,56 @@ def save_pretrained(
         folder = local_copy(url, upload_root or Path.cwd())
     target = Path(broadcast_object(str(Path(folder).absolute())))
     staging = target.parent / f".{target.name}.saving"
-    is_rank_zero = rank_in(None) == 0
-
     with torch.no_grad(), torch.inference_mode(False):
-        (state, files), lists = on_all_ranks(
-            lambda: _planned_files(model, staging, values, max_shard_size),
-            lambda planned: [(str(file.path), list(file.tensors)) for file in planned[1]],
-        )
-        if any(other != lists[0] for other in lists):
-            raise RuntimeMismatchError(
-                "the ranks would save different tensors", "build the same model on every rank"
-            )
-
-        def prepare() -> list[Layout]:
-            layouts = [layout_of(file.tensors, file.metadata) for file in files]
-            if is_rank_zero:
-                for file, layout in zip(files, layouts, strict=True):
-                    create(staging / file.path, layout)
-            return layouts
-
-        layouts = on_all_ranks(prepare, lambda _: None)[0]
-        _write_all(state, files, layouts, staging)
+        weights = _write_weights(model, staging, values, max_shard_size)
 
     def finish() -> None:
-        if is_rank_zero:
-            if tokenizer is not None:
-                tokenizer.save_pretrained(staging)
-            else:
-                copy_processing_files(model, staging)
-            write_model_card(staging)
-            _put_in_place(staging, target, [file.path for file in files])
-            if url is not None:
-                upload(target, url, in_background)
+        if rank_in(None) != 0:
+            return
+        if tokenizer is not None:
+            tokenizer.save_pretrained(staging)
+        else:
+            copy_processing_files(model, staging)
+        write_model_card(staging)
+        _put_in_place(staging, target, weights)
+        if url is not None:
+            upload(target, url, in_background)
 
     on_all_ranks(finish, lambda _: None)
     return target if url is None else url
+
+
+def _write_weights(
+    model: nn.Module, staging: Path, values: Values, max_shard_size: str | int
+) -> list[Path]:
+    """Write configuration and weights into `staging`. Collective.
+
+    Returns:
+        The files of weights, relative to `staging`.
+
+    Raises:
+        CheckpointError: a file cannot be written.
+        RuntimeMismatchError: the ranks have different models.
+    """
+    (state, files), lists = on_all_ranks(
+        lambda: _planned_files(model, staging, values, max_shard_size),
+        lambda planned: [(str(file.path), list(file.tensors)) for file in planned[1]],
+    )
+    if any(other != lists[0] for other in lists):
+        raise RuntimeMismatchError(
+            "the ranks would save different tensors", "build the same model on every rank"
+        )
+
+    def create_files() -> list[Layout]:
+        layouts = [layout_of(file.tensors, file.metadata) for file in files]
+        if rank_in(None) == 0:
+            for file, layout in zip(files, layouts, strict=True):
+                create(staging / file.path, layout)
+        return layouts
+
+    layouts, _ = on_all_ranks(create_files, lambda _: None)
+    _write_all(state, files, layouts, staging)
+    return [file.path for file in files]
 
 
 def _planned_files(

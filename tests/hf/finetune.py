@@ -121,9 +121,10 @@ def record(
         lora: `lora` or `dora`: train an adapter of that kind.
         precision: of the Trainer; by default that of `dtype`.
     """
-    tiny = MODELS[name]
-    rows = tiny.batch(SAMPLES * steps, torch.Generator().manual_seed(3))
-    strategy_options = None if options is None else {**options, "capture": capture}
+    rows = MODELS[name].batch(SAMPLES * steps, torch.Generator().manual_seed(3))
+    strategy_options = None
+    if options is not None:
+        strategy_options = {**options, "capture": capture}
     recorder = FirstParameters()
     callbacks: list[pl.Callback] = [recorder]
     if export is not None:
@@ -141,6 +142,11 @@ def record(
     )
     loader = _loader(Rows(rows), strategy_options, world_size, 1, SAMPLES)
     trainer.fit(module, loader)
+    return _results(trainer, module, recorder)
+
+
+def _results(trainer: Any, module: FineTuning, recorder: FirstParameters) -> dict[str, Any]:
+    """Return what tests compare."""
     plan = getattr(trainer.strategy, "plan", None)
     return {
         "first": recorder.parameters,

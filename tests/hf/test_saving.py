@@ -77,8 +77,8 @@ def test_a_url_gets_the_same_files(tmp_path, in_background):
 
     filesystem, root = fsspec.core.url_to_fs(url)
     filesystem.get(root, str(tmp_path / "downloaded"), recursive=True)
-    names = [{p.name for p in (tmp_path / d).iterdir()} for d in ("local", "downloaded")]
-    assert names[0] == names[1]
+    local = {path.name for path in (tmp_path / "local").iterdir()}
+    assert {path.name for path in (tmp_path / "downloaded").iterdir()} == local
     assert_loads(model, tmp_path / "downloaded")
     assert not list((tmp_path / "up").iterdir())
 
