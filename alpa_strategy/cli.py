@@ -223,7 +223,19 @@ def _add_export_arguments(export: argparse.ArgumentParser) -> None:
         help="a directory that a Trainer with this strategy has written",
     )
     export.add_argument(
-        "output", metavar="OUT.ckpt", help="its state_dict is what the plain module loads"
+        "output",
+        metavar="OUT.ckpt",
+        nargs="?",
+        help="its state_dict is what the plain module loads",
+    )
+    export.add_argument(
+        "--hf",
+        metavar="DIR",
+        help="write the Hugging Face model in it as its save_pretrained does, instead of OUT.ckpt",
+    )
+    export.add_argument("--module", metavar="NAME", help="with --hf: of several models")
+    export.add_argument(
+        "--max-shard-size", metavar="SIZE", default="5GB", help="with --hf: of a file of weights"
     )
     export.add_argument(
         "--trust",
@@ -261,7 +273,14 @@ def _train(arguments: argparse.Namespace) -> int:
 
 
 def _export(arguments: argparse.Namespace) -> int:
+    if (arguments.output is None) == (arguments.hf is None):
+        raise OptionError(
+            "alpa export needs one place to write to", "alpa export CKPT OUT.ckpt, or CKPT --hf DIR"
+        )
     try:
+        if arguments.hf is not None:
+            print(_export_to_folder(arguments))
+            return 0
         written = export_checkpoint(
             arguments.checkpoint, arguments.output, weights_only=not arguments.trust
         )
@@ -269,6 +288,19 @@ def _export(arguments: argparse.Namespace) -> int:
         raise CheckpointError(str(error), "give the path of a checkpoint") from error
     print(f"{written}: {written.stat().st_size / 2**20:.1f} MiB")
     return 0
+
+
+def _export_to_folder(arguments: argparse.Namespace) -> Path | str:
+    # transformers is optional.
+    from alpa_strategy.hf.export import export_pretrained
+
+    return export_pretrained(
+        arguments.checkpoint,
+        arguments.hf,
+        module=arguments.module,
+        max_shard_size=arguments.max_shard_size,
+        weights_only=not arguments.trust,
+    )
 
 
 def _plan(arguments: argparse.Namespace) -> int:

@@ -42,6 +42,7 @@ from alpa_strategy.lightning.loader_order import LoaderOrder
 from alpa_strategy.lightning.log_means import reduce_logged
 from alpa_strategy.lightning.master_weights import with_masters
 from alpa_strategy.lightning.parallel_job import ENDS, PAUSES, ParallelJob
+from alpa_strategy.lightning.pretrained import SavesPretrained
 from alpa_strategy.lightning.session import Session
 from alpa_strategy.lightning.step_effects import GLOBAL, REPLICAS
 from alpa_strategy.option_values import compile_options
@@ -61,7 +62,7 @@ if TYPE_CHECKING:
     from alpa_strategy.runtime.parameters import ParameterStore
 
 
-class AlpaStrategy(ParallelJob):
+class AlpaStrategy(SavesPretrained, ParallelJob):
     """Plans, shards and trains an ordinary LightningModule with the results of one device.
 
     Args:

@@ -49,6 +49,7 @@ BUDGETS: dict[str, int] = {
 # Imports inside functions, and why: packages that are slow to import or may be missing, and the
 # files that wait.
 LAZY_PACKAGES = {
+    "alpa_strategy.hf": "only where a model of Hugging Face is loaded or saved",
     "deepspeed": "an extra; its import takes a second",
     "omegaconf": "75 modules, and only where a YAML file is read",
     "ortools": "0.1 to 0.3 s, and only where a plan needs the solver's proof",

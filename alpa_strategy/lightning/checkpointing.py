@@ -6,6 +6,7 @@ has a Trainer with another strategy, so the functions by which they open a check
 once, when the strategy is imported.
 """
 
+import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
@@ -321,6 +322,10 @@ class Checkpoints:
             # Copies that were gathered before hold other values.
             self._store.after_optimizer_step()
         self._add_rank_states(checkpoint)
+        if "transformers" in sys.modules:
+            from alpa_strategy.hf.description import add_descriptions
+
+            add_descriptions(self._trainer.lightning_module, checkpoint)
         self._write(checkpoint, path, storage_options, checkpoint_io)
         self._on_demand.begin()
         return True

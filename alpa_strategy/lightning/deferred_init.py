@@ -5,7 +5,7 @@ made until there is a plan, which decides the shards of each parameter. Then par
 after the other, sharded, and the rest is freed.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -28,7 +28,9 @@ from alpa_strategy.comm.collectives import (
 from alpa_strategy.errors import AlpaError, RuntimeMismatchError
 from alpa_strategy.lightning.digests import digest
 from alpa_strategy.runtime.deferred import Recorder
+from alpa_strategy.runtime.deferred_slices import read_into
 from alpa_strategy.runtime.host_memory import keep_freed
+from alpa_strategy.runtime.parameters import ParameterStore
 
 RESETS = ("reset_parameters", "_reset_parameters")
 
@@ -51,6 +53,10 @@ class DeferredInit:
 
         # Parameter with a placeholder -> its deferred tensor.
         self._waiting: dict[nn.Parameter, Tensor] = {}
+
+        # Sharded parameter without values -> its deferred tensor, which files have. Its shards are
+        # read with `read_shards`.
+        self._unread: dict[nn.Parameter, Tensor] = {}
 
     @property
     def is_pending(self) -> bool:
@@ -113,6 +119,8 @@ class DeferredInit:
         self._loaded = {module.get_parameter(name): tensor for name, tensor in loaded.items()}
         # No rank needs the others' results, only their errors.
         on_all_ranks(partial(self._reset, module), lambda _: None)
+        self._leave_files(module)
+        self._recorder.draw((*module.parameters(), *module.buffers()))
         _synchronize(self._recorder)
         self._make_others(module)
 
@@ -181,31 +189,74 @@ class DeferredInit:
     def _full(self, tensor: Tensor) -> Tensor:
         """Return the full parameter or state tensor on this rank's device; make it if deferred.
 
-        A parameter whose shard will be read from a checkpoint is returned without values.
+        A parameter whose shard will be read from a file is returned without values.
         """
         if isinstance(tensor, nn.Parameter):
-            if tensor in self._loaded:
+            if tensor in self._loaded or self._is_in_files(tensor):
                 return torch.empty((), dtype=tensor.dtype, device=self._device).expand(tensor.shape)
             tensor = self._waiting.get(tensor, tensor)
         if self._recorder is None or not tensor.is_meta:
             return tensor.detach()
         return self._recorder.whole(tensor.detach()).to(self._device)
 
+    def _is_in_files(self, parameter: nn.Parameter) -> bool:
+        """Whether a parameter's values are read from mapped files, at least in part."""
+        deferred = self._waiting.get(parameter)
+        if self._recorder is None or deferred is None:
+            return False
+        return bool(self._recorder.sources_of(deferred))
+
     def _finish(self) -> None:
-        """Make the parameters that were not sharded (no plan, or unused), and drop the record."""
-        for parameter in self._waiting:
+        """Make the parameters that were not sharded (no plan, or unused), and drop the record
+        unless shards are read later.
+        """
+        for parameter, deferred in self._waiting.items():
             # Strides of 0: a placeholder, or a parameter that `_full` returned without values.
             if any(parameter.stride()):
+                if parameter not in self._loaded and self._is_in_files(parameter):
+                    self._unread[parameter] = deferred
                 continue
 
             full = self._full(parameter)
             if parameter in self._loaded:
                 full = full.contiguous()
                 read_chunks(self._loaded[parameter], [Chunk((0,) * full.dim(), full)])
+            elif self._is_in_files(parameter):
+                full = full.contiguous()
+                self._read(deferred, [Chunk((0,) * full.dim(), full)])
             parameter.data = full
         self._waiting.clear()
         self._loaded.clear()
+        if not self._unread:
+            self._recorder = None
+
+    def read_shards(self, store: ParameterStore) -> None:
+        """Read the shards of parameters whose values are in files. Collective.
+
+        Args:
+            store: of the parameters, which are sharded.
+
+        Raises:
+            CheckpointError: a file cannot be read, on any rank.
+        """
+        if self._recorder is None:
+            return
+
+        def read() -> None:
+            for parameter, deferred in self._unread.items():
+                self._read(deferred, store.chunks(parameter, parameter.detach()))
+
+        on_all_ranks(read, lambda _: None)
+        # Copies that were gathered before have other values.
+        store.after_optimizer_step()
+        self._unread.clear()
         self._recorder = None
+
+    def _read(self, deferred: Tensor, chunks: Sequence[Chunk]) -> None:
+        """Read boxes of a deferred tensor into the chunks' memory."""
+        assert self._recorder is not None
+        for chunk in chunks:
+            read_into(self._recorder, deferred, chunk.offsets, chunk.tensor)
 
     def _reset(self, module: nn.Module) -> None:
         """Reset the modules on the meta device whose initialisation was not recorded.
@@ -250,6 +301,13 @@ class DeferredInit:
             if not self._recorder.is_deferred(tensor):
                 names.append(name)
         return names
+
+    def _leave_files(self, module: nn.Module) -> None:
+        """Copy small tensors that are views of mapped files, which may change later."""
+        assert self._recorder is not None
+        for tensor in (*module.parameters(), *module.buffers()):
+            if not tensor.is_meta and self._recorder.files.of(tensor) is not None:
+                tensor.data = tensor.data.clone()
 
     def _make_others(self, module: nn.Module) -> None:
         """Make buffers, and tensors that are plain attributes: these are full on every rank."""

@@ -160,6 +160,7 @@ class Session:
                 run = self._eager_run(inputs)
         self._enter(run, ModuleState.EAGER if run.plan.is_eager else ModuleState.SHARDED)
 
+        self.deferred_init.read_shards(run.store)
         _warn_of_shared_memory(shared, run)
         self._checkpoints.restore(run, optimizers)
         run.adapt_trainer(module.trainer)
@@ -345,6 +346,7 @@ class Session:
         inputs = RunInputs(module, (), job, self.deferred_init.sharding)
         with torch.inference_mode(False), isolate_rng(include_cuda=job.device.type == "cuda"):
             run = EagerRun(inputs, CaptureError("an evaluation"))
+            self.deferred_init.read_shards(run.store)
             self._checkpoints.restore_parameters(run.store)
         self._enter(run, ModuleState.EVALUATION)
         _show_plan(run, job)

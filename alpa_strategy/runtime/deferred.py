@@ -10,9 +10,8 @@ generators had. Small tensors are real: Python may read them.
 import hashlib
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -26,110 +25,28 @@ from torch.utils._python_dispatch import (
 )
 
 from alpa_strategy.errors import CaptureError
+from alpa_strategy.runtime.mapped_files import MappedFiles
+from alpa_strategy.runtime.recorded_op import (
+    RealTensor,
+    RecordedOp,
+    View,
+    generators_of,
+    is_for_meta,
+    is_loading,
+    meta_kwargs,
+    on_real_device,
+    storage_key,
+    to_meta,
+    view_of,
+    written_by,
+)
 
-# Tensors from this size on are deferred.
+# Tensors from this size on are deferred, and views of mapped files: experts are merged of many.
 MIN_BYTES = 64 * 2**10
+MIN_FILE_BYTES = 2**10
 
 # The user's data up to this size is copied, so that it may change afterwards.
 COPIED_BYTES = 2**20
-
-# Ops that change their arguments 3 and 4 when argument 5 is true, which their schemas leave out.
-NORMS = ("aten::native_batch_norm", "aten::cudnn_batch_norm", "aten::miopen_batch_norm")
-# In-place ops whose result does not depend on the previous contents.
-_DRAWN = (
-    "normal_",
-    "uniform_",
-    "random_",
-    "exponential_",
-    "log_normal_",
-    "cauchy_",
-    "geometric_",
-    "bernoulli_",
-)
-OVERWRITING = frozenset({*_DRAWN, "zero_", "fill_", "copy_"})
-
-
-@dataclass(frozen=True)
-class View:
-    """A recorded tensor: its layout in a recorded storage."""
-
-    # Number of the storage.
-    storage: int
-
-    # Elements per dim, and elements of the storage between two neighbours of a dim.
-    size: tuple[int, ...]
-    stride: tuple[int, ...]
-
-    # Elements of the storage before its first one.
-    offset: int
-
-    dtype: torch.dtype
-
-
-@dataclass(frozen=True)
-class RealTensor:
-    """A real tensor that an op reads: the user's data, or a small tensor that is not deferred."""
-
-    tensor: Tensor
-
-    # Its version when it was recorded.
-    version: int
-
-    # Whether `tensor` is a copy; else it is the user's own, which has to stay unchanged.
-    is_copy: bool = True
-
-    def value(self) -> Tensor:
-        """Return the tensor.
-
-        Raises:
-            CaptureError: it was changed after it had been recorded.
-        """
-        if self.tensor._version != self.version:
-            raise CaptureError(
-                f"a tensor of shape {list(self.tensor.shape)} that initialises a parameter was"
-                " changed afterwards",
-                "leave it as it is until training has begun, or copy it (`.clone()`) before it is"
-                " changed",
-            )
-        return self.tensor
-
-
-@dataclass
-class RecordedOp:
-    """One recorded op."""
-
-    # The op, and its arguments with a `View` or a `RealTensor` in the place of each tensor.
-    func: Any
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-
-    # Storages whose contents it needs.
-    reads: tuple[int, ...]
-
-    # Storage -> whether all of it is overwritten (and nothing of it read).
-    writes: dict[int, bool]
-
-    # The tensors that it makes, in the order of the leaves that it returns; None for one in a
-    # storage that existed before.
-    results: tuple[View | None, ...]
-
-    # Torch's default dtype when it ran: of factories without a dtype, and of Python's numbers.
-    default_dtype: torch.dtype
-
-    # Of an op that draws random numbers, the states of its generators (see `generators_of`).
-    random: Sequence[Tensor] = ()
-
-    def text(self) -> str:
-        """Return a description that is the same on all ranks: without drawn numbers and data."""
-        plain = pytree.tree_map_only(RealTensor, _shape_and_dtype, (self.args, self.kwargs))
-        # Ranks have different GPUs of their node.
-        plain = pytree.tree_map_only(torch.device, lambda device: device.type, plain)
-        plain = pytree.tree_map_only(torch.Generator, lambda _: "generator", plain)
-        return f"{self.func}{plain}{self.results}{self.default_dtype}"
-
-
-def _shape_and_dtype(data: RealTensor) -> tuple[tuple[int, ...], torch.dtype]:
-    return tuple(data.tensor.shape), data.tensor.dtype
 
 
 class Recorder(TorchDispatchMode):
@@ -160,18 +77,26 @@ class Recorder(TorchDispatchMode):
         # Keeps the meta storages alive, so that no other gets the same address.
         self._storages: list[torch.UntypedStorage] = []
 
+        # Files that are mapped while ops are recorded -> a meta tensor of their bytes.
+        self.files = MappedFiles()
+        self._bytes_of: dict[int, Tensor] = {}
+
+        # Storages that a library made on the meta device before it loads weights. Their random
+        # numbers are drawn when they are needed: most often other values take their place.
+        self._for_meta: set[int] = set()
+
     @contextmanager
     def recording(self) -> Iterator[None]:
         """Context in which tensors are deferred. Nested in itself it does nothing."""
         if self in _get_current_dispatch_mode_stack():
             yield
             return
-        with self, _RealDeviceView(self):
+        with self.files.watching(), self, _RealDeviceView(self):
             yield
 
     def is_deferred(self, tensor: Tensor) -> bool:
         """Whether this recorder can compute the values of a meta tensor."""
-        number = self._numbers.get(_key(tensor)) if tensor.is_meta else None
+        number = self._numbers.get(storage_key(tensor)) if tensor.is_meta else None
         if number is None:
             return False
         return any(self.lines[index].writes[number] for index in self._writers[number])
@@ -192,17 +117,17 @@ class Recorder(TorchDispatchMode):
                 "build the module in configure_model, or give its modules a reset_parameters"
                 " method",
             )
-        view = self._describe(tensor)
+        view = self.describe(tensor)
         with torch.no_grad(), _disable_current_modes():
             # All other memory is freed while the ops run.
             contents = self._contents({view.storage})
-            return _view_of(contents[view.storage], view)
+            return view_of(contents[view.storage], view)
 
     def is_unchanged(self, tensor: Tensor) -> bool:
         """Return False if a deferred tensor was changed in place while nothing was recorded, as far
         as its version shows.
         """
-        number = self._numbers.get(_key(tensor))
+        number = self._numbers.get(storage_key(tensor))
         return number is None or tensor._version <= self._num_writes(number)
 
     def new_data(self, tensor: Tensor, before: int) -> None:
@@ -214,7 +139,7 @@ class Recorder(TorchDispatchMode):
             before: address of the storage that it had before.
         """
         old = self._numbers.get(before)
-        new = self._numbers.get(_key(tensor))
+        new = self._numbers.get(storage_key(tensor))
         if old is not None and new is not None and old != new:
             self._earlier_writes[new] = self._earlier_writes.get(new, 0) + self._num_writes(old)
 
@@ -224,10 +149,11 @@ class Recorder(TorchDispatchMode):
 
     def device_of(self, tensor: Tensor) -> torch.device:
         """Return the device of the real tensor that a meta tensor stands for."""
-        return self._devices.get(self._numbers.get(_key(tensor), -1), self.device)
+        return self._devices.get(self._numbers.get(storage_key(tensor), -1), self.device)
 
-    def _describe(self, tensor: Tensor) -> View:
-        key = _key(tensor)
+    def describe(self, tensor: Tensor) -> View:
+        """Return the layout of a meta tensor in its storage."""
+        key = storage_key(tensor)
         if key not in self._numbers:
             self._adopt(tensor)
         return View(
@@ -246,7 +172,7 @@ class Recorder(TorchDispatchMode):
             device: of the real memory, by default the recorder's.
         """
         storage = tensor.untyped_storage()
-        number = self._numbers[_key(tensor)] = len(self._storages)
+        number = self._numbers[storage_key(tensor)] = len(self._storages)
         self._storages.append(storage)
         self._num_bytes[number] = storage.nbytes()
         self._devices[number] = device or self.device
@@ -257,14 +183,61 @@ class Recorder(TorchDispatchMode):
         """Run `func` on real tensors, or record it and return meta tensors."""
         kwargs = kwargs or {}
         with torch._C.DisableTorchFunction():
+            args, kwargs = pytree.tree_map_only(Tensor, self._deferred_file, (args, kwargs))
             leaves = pytree.tree_leaves((args, kwargs))
             tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
             if not any(tensor.is_meta for tensor in tensors):
+                if is_for_meta(kwargs) and is_loading() and _is_empty(func, args, kwargs):
+                    # By an empty tensor libraries ask on which device they build.
+                    return func(*args, **kwargs)
                 if not self._makes_big_tensor(func, args, kwargs, tensors):
-                    return func(*args, **_on_real_device(kwargs, self.device))
+                    return func(*args, **on_real_device(kwargs, self.device))
             elif func is torch.ops.aten._local_scalar_dense.default:
                 return func(self.whole(tensors[0]))
             return self._record(func, args, kwargs)
+
+    def _deferred_file(self, tensor: Tensor) -> Tensor:
+        """Return the deferred tensor in the place of a large one that is a view of a mapped file;
+        all others as they are.
+        """
+        min_bytes = min(self.min_bytes, MIN_FILE_BYTES)
+        file = self.files.of(tensor) if tensor.nbytes >= min_bytes else None
+        if file is None:
+            return tensor
+
+        if file.address not in self._bytes_of:
+            new = torch.empty(file.num_bytes, dtype=torch.uint8, device="meta")
+            self.add_source(new, file.open)
+            self._bytes_of[file.address] = new
+        content = self._bytes_of[file.address].untyped_storage()
+        view = torch.empty(0, dtype=tensor.dtype, device="meta")
+        offset = (tensor.data_ptr() - file.address) // tensor.element_size()
+        view.set_(content, offset, tensor.size(), tensor.stride())
+        return view.requires_grad_(tensor.requires_grad)
+
+    def add_source(self, content: Tensor, read: Callable[[], Tensor]) -> None:
+        """Record that a new meta tensor has the values that a function returns.
+
+        Args:
+            content: contiguous, all of its storage.
+            read: returns them in a tensor of the same layout, at every call anew.
+        """
+        self._adopt(content, torch.device("cpu"))
+        view = self.describe(content)
+        self._writers[view.storage].append(len(self.lines))
+        dtype = torch.get_default_dtype()
+        self.lines.append(RecordedOp(read, (), {}, (), {view.storage: True}, (view,), dtype))
+
+    def sources_of(self, tensor: Tensor) -> list[Any]:
+        """Return the functions given to `add_source` that the values of a tensor depend on."""
+        return [func for func in self.functions_of(tensor) if not hasattr(func, "_schema")]
+
+    def functions_of(self, tensor: Tensor) -> list[Any]:
+        """Return the ops and sources that the values of a tensor depend on, in their order."""
+        number = self._numbers.get(storage_key(tensor)) if tensor.is_meta else None
+        if number is None:
+            return []
+        return [self.lines[index].func for index in self._needed({number})]
 
     def _makes_big_tensor(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: Sequence[Tensor]
@@ -273,13 +246,15 @@ class Recorder(TorchDispatchMode):
         if tensors:
             # Only if it moves one to the device of a deferred tensor.
             is_large = any(tensor.nbytes >= self.min_bytes for tensor in tensors)
-            return _is_for_meta(kwargs) and is_large
+            return is_for_meta(kwargs) and is_large
 
         if not any("Tensor" in str(result.type) for result in func._schema.returns):
             return False
+        if is_for_meta(kwargs) and is_loading():
+            return True
 
         # The op on the meta device shows how large the results would be.
-        for leaf in pytree.tree_leaves(func(*args, **_meta_kwargs(func, kwargs))):
+        for leaf in pytree.tree_leaves(func(*args, **meta_kwargs(func, kwargs))):
             if isinstance(leaf, Tensor) and leaf.untyped_storage().nbytes() >= self.min_bytes:
                 return True
         return False
@@ -287,17 +262,18 @@ class Recorder(TorchDispatchMode):
     def _record(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Record an op and return meta tensors; run it on real ones if it cannot be recorded."""
         try:
-            result = func(*pytree.tree_map(_to_meta, args), **_meta_kwargs(func, kwargs))
+            result = func(*pytree.tree_map(to_meta, args), **meta_kwargs(func, kwargs))
         except (NotImplementedError, RuntimeError):
             # The shapes of its results depend on data.
             return self._run_for_real(func, args, kwargs)
 
-        written = _written(func, args, kwargs)
+        written = written_by(func, args, kwargs)
         if any(not tensor.is_meta for tensor, _ in written):
             return self._run_for_real(func, args, kwargs)
 
         line = self._line(func, args, kwargs, result, written)
-        if torch.Tag.nondeterministic_seeded in func.tags:
+        is_random = torch.Tag.nondeterministic_seeded in func.tags
+        if is_random and not self._for_meta.issuperset(line.writes):
             # Generators advance as on a single device; the drawn numbers are freed at once.
             states = [generator.get_state() for generator in generators_of(kwargs, self.device)]
             with torch.no_grad(), _disable_current_modes():
@@ -326,9 +302,9 @@ class Recorder(TorchDispatchMode):
             args: of the call.
             kwargs: of the call.
             result: of the op on the meta device.
-            written: see `_written`.
+            written: see `written_by`.
         """
-        real_kwargs = _on_real_device(kwargs, self.device)
+        real_kwargs = on_real_device(kwargs, self.device)
         positional, named = pytree.tree_map(self._argument, (args, real_kwargs))
         leaves = pytree.tree_leaves((positional, named))
         views = [leaf for leaf in leaves if isinstance(leaf, View)]
@@ -336,7 +312,7 @@ class Recorder(TorchDispatchMode):
         writes: dict[int, bool] = {}
         unread: set[int] = set()
         for tensor, is_overwritten in written:
-            view = self._describe(tensor)
+            view = self.describe(tensor)
             num_uses = sum(other.storage == view.storage for other in views)
             only_target = is_overwritten and num_uses == 1
             is_all_of_it = tensor.nbytes == self._num_bytes[view.storage]
@@ -348,11 +324,13 @@ class Recorder(TorchDispatchMode):
         device = named.get("device") or of_first
         results: list[View | None] = []
         for leaf in pytree.tree_leaves(result):
-            if isinstance(leaf, Tensor) and _key(leaf) in self._numbers:
+            if isinstance(leaf, Tensor) and storage_key(leaf) in self._numbers:
                 results.append(None)
             elif isinstance(leaf, Tensor):
                 self._adopt(leaf, device)
-                view = self._describe(leaf)
+                view = self.describe(leaf)
+                if is_for_meta(kwargs) and is_loading():
+                    self._for_meta.add(view.storage)
                 results.append(view)
                 writes[view.storage] = True
         reads = tuple(dict.fromkeys(view.storage for view in views if view.storage not in unread))
@@ -365,7 +343,7 @@ class Recorder(TorchDispatchMode):
         if not isinstance(leaf, Tensor):
             return leaf
         if leaf.is_meta:
-            return self._describe(leaf)
+            return self.describe(leaf)
         is_copy = leaf.untyped_storage().nbytes() <= COPIED_BYTES
         data = leaf.detach().clone() if is_copy else leaf
         return RealTensor(data, data._version, is_copy)
@@ -376,7 +354,7 @@ class Recorder(TorchDispatchMode):
         Raises:
             CaptureError: it changes a deferred tensor in place.
         """
-        for tensor, _ in _written(func, args, kwargs):
+        for tensor, _ in written_by(func, args, kwargs):
             if tensor.is_meta:
                 raise CaptureError(
                     f"{func} changes a deferred tensor of shape {list(tensor.shape)} and cannot be"
@@ -385,19 +363,41 @@ class Recorder(TorchDispatchMode):
                     " device",
                 )
         args, kwargs = pytree.tree_map_only(Tensor, self.whole, (args, kwargs))
-        return func(*args, **_on_real_device(kwargs, self.device))
+        return func(*args, **on_real_device(kwargs, self.device))
 
     # Running the ops that some storages need
 
-    def _needed(self, storages: Iterable[int]) -> list[int]:
-        """Return the indices of the lines that determine the contents of `storages`, ascending."""
+    def last_writer(self, storage: int, end: int) -> RecordedOp | None:
+        """Return the last op before line `end` that writes to a storage."""
+        writers = self._writers[storage]
+        position = bisect_left(writers, end)
+        return self.lines[writers[position - 1]] if position else None
+
+    def index_of_writer(self, storage: int, end: int) -> int:
+        """Return the line of `last_writer`."""
+        writers = self._writers[storage]
+        return writers[bisect_left(writers, end) - 1]
+
+    def value_at(self, view: View, end: int) -> Tensor:
+        """Return the real tensor of a view as it was before line `end`, computed anew."""
+        with torch.no_grad(), _disable_current_modes():
+            return view_of(self._contents({view.storage}, end)[view.storage], view)
+
+    def _needed(self, storages: Iterable[int], end: int | None = None) -> list[int]:
+        """Return the indices of the lines that determine the contents of `storages`, ascending.
+
+        Args:
+            storages: numbers of storages.
+            end: only lines before this one count; None: all.
+        """
         needed: set[int] = set()
         visited: set[tuple[int, int]] = set()
-        waiting = [(storage, len(self.lines)) for storage in storages]
+        end_of_all = len(self.lines) if end is None else end
+        waiting = [(storage, end_of_all) for storage in storages]
         while waiting:
-            storage, end = waiting.pop()
+            storage, before = waiting.pop()
             writers = self._writers[storage]
-            last = bisect_left(writers, end)
+            last = bisect_left(writers, before)
             if (storage, last) in visited:
                 continue
             visited.add((storage, last))
@@ -411,9 +411,11 @@ class Recorder(TorchDispatchMode):
                     break
         return sorted(needed)
 
-    def _contents(self, wanted: set[int]) -> dict[int, torch.UntypedStorage]:
-        """Return storage -> its real memory after all ops so far, for the `wanted` ones."""
-        indices = self._needed(wanted)
+    def _contents(
+        self, wanted: set[int], end: int | None = None
+    ) -> dict[int, torch.UntypedStorage]:
+        """Return storage -> its real memory after all ops before line `end`, for the `wanted`."""
+        indices = self._needed(wanted, end)
         last_use: dict[int, int] = {}
         for index in indices:
             line = self.lines[index]
@@ -441,7 +443,7 @@ class Recorder(TorchDispatchMode):
                 if leaf.storage not in storages:
                     # This op overwrites all of it.
                     storages[leaf.storage] = self._allocate(leaf.storage)
-                return _view_of(storages[leaf.storage], leaf)
+                return view_of(storages[leaf.storage], leaf)
             return leaf.value() if isinstance(leaf, RealTensor) else leaf
 
         args, kwargs = pytree.tree_map(real, (line.args, line.kwargs))
@@ -453,7 +455,7 @@ class Recorder(TorchDispatchMode):
             # The meta kernel may have given other strides than the real one; views were recorded
             # with the former.
             if tensor.stride() != result.stride or tensor.storage_offset() != result.offset:
-                tensor = _view_of(self._allocate(result.storage), result).copy_(tensor)
+                tensor = view_of(self._allocate(result.storage), result).copy_(tensor)
             storages[result.storage] = tensor.untyped_storage()
 
     def _call(self, line: RecordedOp, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -464,10 +466,23 @@ class Recorder(TorchDispatchMode):
 
             # Without recorded states it draws for the first time, and advances the generators.
             generators = generators_of(kwargs, self.device)
+            if line.is_random and not line.random:
+                line.random = [generator.get_state() for generator in generators]
+                return line.func(*args, **kwargs)
             for generator, state in zip(generators, line.random, strict=False):
                 stack.callback(generator.set_state, generator.get_state())
                 generator.set_state(state)
             return line.func(*args, **kwargs)
+
+    def draw(self, tensors: Iterable[Tensor]) -> None:
+        """Draw the random numbers that deferred tensors still need, in the order of the ops."""
+        numbers = {self._numbers.get(storage_key(t)) for t in tensors if t.is_meta}
+        known = {number for number in numbers if number is not None}
+        for index in self._needed(known):
+            line = self.lines[index]
+            if line.is_random and not line.random:
+                with torch.no_grad(), _disable_current_modes():
+                    self._execute(line, self._contents(set(line.reads), index))
 
     # The same script on all ranks
 
@@ -507,10 +522,11 @@ class _RealDeviceView(TorchFunctionMode):
             return False
         if func == torch.Tensor.device.__get__:
             with torch._C.DisableTorchFunction():
-                return self._recorder.device_of(args[0]) if args[0].is_meta else args[0].device
+                is_deferred = args[0].is_meta and args[0].numel() > 0
+                return self._recorder.device_of(args[0]) if is_deferred else args[0].device
         if func == torch.Tensor.data.__set__:  # type: ignore[attr-defined]
             target, data = args
-            before = _key(target)
+            before = storage_key(target)
             if target.is_meta == data.is_meta:
                 func(target, data)
             else:
@@ -522,70 +538,7 @@ class _RealDeviceView(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def _key(tensor: Tensor) -> int:
-    """Return the address of a tensor's storage."""
-    # The parameters of a lazy module refuse this function before they have a shape.
-    with torch._C.DisableTorchFunction():
-        return tensor.untyped_storage()._cdata
-
-
-def _to_meta(leaf: Any) -> Any:
-    """Return a meta tensor like a real one with dims; other leaves as they are."""
-    if isinstance(leaf, Tensor) and not leaf.is_meta and leaf.dim() > 0:
-        return torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device="meta")
-    return leaf
-
-
-def _meta_kwargs(func: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Return keyword arguments to run `func` on meta tensors, where no numbers are drawn."""
-    result = {name: pytree.tree_map(_to_meta, value) for name, value in kwargs.items()}
-    if "generator" in result:
-        result["generator"] = None
-    if any(argument.name == "device" for argument in func._schema.arguments):
-        result["device"] = torch.device("meta")
-    return result
-
-
-def _is_for_meta(kwargs: dict[str, Any]) -> bool:
-    device = kwargs.get("device")
-    return device is not None and torch.device(device).type == "meta"
-
-
-def _on_real_device(kwargs: dict[str, Any], device: torch.device) -> dict[str, Any]:
-    """Return the keyword arguments with `device` in the place of the meta device."""
-    return {**kwargs, "device": device} if _is_for_meta(kwargs) else kwargs
-
-
-def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[Tensor, bool]]:
-    """Return pairs of a tensor that the op changes in place, and whether it does not read it."""
-    written = []
-    if func._schema.name in NORMS and args[5]:
-        written = [(statistic, False) for statistic in args[3:5] if statistic is not None]
-    overwrites = func._schema.name.partition("::")[2] in OVERWRITING
-    for position, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is None or not argument.alias_info.is_write:
-            continue
-        value = args[position] if position < len(args) else kwargs.get(argument.name)
-        for tensor in pytree.tree_leaves(value):
-            if isinstance(tensor, Tensor):
-                written.append((tensor, overwrites or argument.is_out))
-    return written
-
-
-def generators_of(kwargs: Mapping[str, Any], device: torch.device) -> list[torch.Generator]:
-    """Return the generators that a random op may draw from: the one that is passed to it, or the
-    default ones.
-    """
-    passed = kwargs.get("generator")
-    if passed is not None:
-        return [passed]
-    if device.type != "cuda":
-        return [torch.default_generator]
-    # CUDA's generators exist from here on.
-    torch.cuda.init()
-    return [torch.default_generator, torch.cuda.default_generators[device.index or 0]]
-
-
-def _view_of(storage: torch.UntypedStorage, view: View) -> Tensor:
-    empty = torch.empty(0, dtype=view.dtype, device=storage.device)
-    return empty.set_(storage, view.offset, view.size, view.stride)
+def _is_empty(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether an op for the meta device returns one tensor without elements."""
+    result = func(*args, **kwargs)
+    return isinstance(result, Tensor) and result.numel() == 0
