@@ -18,7 +18,7 @@ from alpa_strategy.inter_op.layer_matrix import (
     LayerProblem,
     priced_problem,
 )
-from alpa_strategy.inter_op.stage_problem import CostBreakdown
+from alpa_strategy.inter_op.stage_problem import PER_STEP, CostBreakdown
 from alpa_strategy.intra_op.problem import Problem
 from alpa_strategy.intra_op.solver.elimination import eliminate, network_of, plan_order
 
@@ -95,7 +95,9 @@ def _problem_at(
         costs = []
         for price in prices:
             seconds = (1 + price.recomputes) * parts.forward + parts.backward
-            num_bytes = parts.always + price.share * price.alive * parts.saved
+            # What is made once per step is gone when the optimizer updates.
+            share_of_always = price.share if parts.span == PER_STEP else 1.0
+            num_bytes = share_of_always * parts.always + price.share * price.alive * parts.saved
             cost = num_microbatches * seconds + parts.once + price.per_byte * num_bytes
             costs.append(cost)
         return np.stack(costs)

@@ -467,7 +467,8 @@ def _candidates(parts: np.ndarray, shape: int, remat: bool | None) -> list[tuple
             each,
             index,
             np.full(once.shape, twice),
-            always + update,
+            # What is made of parameters alone is gone when the optimizer updates them.
+            always - derived + update,
         )
         for twice, derives, base, each in ways
         if remat in (None, twice)

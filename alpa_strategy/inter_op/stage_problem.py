@@ -74,8 +74,8 @@ class StageProblem:
 @dataclass(frozen=True)
 class StageCost:
     """What an assignment costs; see `CostBreakdown`. `again` per span; `working` are temporary
-    bytes on top, `update` those
-    of the optimizer's step, when activations are gone."""
+    bytes on top. `update`: what the optimizer's step makes, less what of `always` is gone by then,
+    as activations are: the values that are made once per step."""
 
     forward: float
     backward: float
@@ -280,20 +280,67 @@ def weigh(
     return seconds, [p.always + shares[p.span] * p.again + in_flight * p.kept for p in parts]
 
 
+def with_update_row(
+    problem: Problem, stage: StageProblem, share: float, memory_limit: float
+) -> Problem:
+    """Return a problem of the stage whose memory row is a mean of its own and of the one that holds
+    while the optimizer updates.
+
+    Args:
+        problem: of `weighted`.
+        share: the weight of the optimizer's row; 0: the problem as it is.
+        memory_limit: of the optimizer's row, bytes.
+    """
+    if share == 0.0:
+        return problem
+
+    choices = []
+    for choice, at_update in zip(problem.choices, _bytes_at_update(stage), strict=True):
+        memory = (1 - share) * choice.memory + share * at_update
+        choices.append(replace(choice, memory=memory))
+    # At the update there are no copies of values for their uses.
+    transfers = [replace(t, memory=(1 - share) * t.memory) for t in problem.transfers]
+    limit = (1 - share) * problem.memory_limit + share * memory_limit
+    return Problem(tuple(choices), tuple(transfers), limit)
+
+
+def update_bytes(stage: StageProblem) -> float:
+    """Return the bytes that the stage needs at least while the optimizer updates."""
+    least = 0.0
+    for choice, at_update in zip(stage.intra.problem.choices, _bytes_at_update(stage), strict=True):
+        least += float(at_update[np.isfinite(choice.cost)].min(initial=np.inf))
+    return least
+
+
+def _bytes_at_update(stage: StageProblem) -> list[np.ndarray]:
+    """[choice][strategy] bytes while the optimizer updates; see `StageCost.update`."""
+    scratch = stage.intra.tables.optimizer.scratch
+    found = []
+    for index, parts in enumerate(stage.choices):
+        num_bytes = np.zeros_like(parts.always) if parts.span == PER_STEP else parts.always
+        if index < len(stage.intra.parameters):
+            num_bytes = num_bytes + scratch * stage.intra.parameters[index].gradient_bytes
+        found.append(num_bytes)
+    return found
+
+
 def cost_of(stage: StageProblem, assignment: Sequence[int], working: float = 0.0) -> StageCost:
     """The parts of an assignment, summed; a value pays once per distinct target layout (and span).
 
     On a cluster with `overlap`, seconds are without what runs beside compute.
     """
-    total, again = (
-        np.zeros(6),
-        np.zeros(stage.num_spans + 2),
-    )  # the last two: of PER_STEP and EVERY_SPAN
+    total = np.zeros(6)
+    # The last two: of PER_STEP and EVERY_SPAN.
+    again = np.zeros(stage.num_spans + 2)
+    always_of_per_step = 0.0
 
     def add(parts: CostBreakdown, at: int | tuple[int, int]) -> None:
+        nonlocal always_of_per_step
         summed = parts.forward, parts.backward, parts.once, parts.always, parts.saved, parts.kept
         total[:] += [float(x[at]) for x in summed]
         again[parts.span] += parts.again[at]
+        if parts.span == PER_STEP:
+            always_of_per_step += float(parts.always[at])
 
     for parts, k in zip(stage.choices, assignment, strict=True):
         add(parts, k)
@@ -305,7 +352,8 @@ def cost_of(stage: StageProblem, assignment: Sequence[int], working: float = 0.0
     of_spans = again[: stage.num_spans] + again[EVERY_SPAN]
     own = stage.intra.parameters
     gradients = sum(float(each.gradient_bytes[k]) for each, k in zip(own, assignment, strict=False))
-    update = gradients * stage.intra.tables.optimizer.scratch
+    # What is made once per step is gone when the last backward is.
+    update = gradients * stage.intra.tables.optimizer.scratch - always_of_per_step
     cost = StageCost(
         forward, backward, once, always, saved, kept, tuple(map(float, of_spans)), working, update
     )

@@ -156,7 +156,7 @@ def plan_of_record(record: Record) -> Plan:
 
 def candidates_key(space: "StageSpace", ceiling: float) -> Key:
     """The hash of what the DP is given: the job, its tables, and the seconds to be better than."""
-    key = Key(space.job.content, tuple(space.meshes), ceiling, list(SCHEDULES))
+    key = Key(space.job.content, tuple(space.meshes), ceiling, list(SCHEDULES), space.unfit)
     if space.allowed is not None:
         key.add_array(space.allowed)
     for runs in space.runs:
