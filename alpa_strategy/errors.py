@@ -81,7 +81,14 @@ class ShardingError(AlpaError):
 
 
 class PlanError(AlpaError):
-    """No plan exists under the given limits, or a given plan does not fit the model or cluster."""
+    """No plan exists under the given limits, or a given plan does not fit the model or cluster.
+
+    Attributes:
+        stage: index of the stage that has no plan, in the pipeline that was to be planned; None if
+            no single stage is the cause.
+    """
+
+    stage: int | None = None
 
 
 class DoesNotFitError(PlanError):

@@ -29,7 +29,7 @@ import numpy as np
 from alpa_strategy.errors import AlpaError, DoesNotFitError, PlanError
 from alpa_strategy.files import MAX_BYTES, BadFileError, read_json, replacing
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 MAX_FOLDER_BYTES = 256 << 20
 MAX_AGE_SECONDS = 7 * 24 * 3600.0
 

@@ -204,9 +204,10 @@ class _Merger:
     def _op(self, op: Op) -> list[Merged]:
         """Write an op for all ranks, and return its results."""
         states = [self.state[value] for value in op.operands]
-        draws = is_random(op.call)
-        if all(state.is_same for state in states) and not draws:
-            return [Merged(ref) for ref in self._append(op.call, [s.ref for s in states])]
+        is_same = all(state.is_same for state in states)
+        if is_same and not is_random(op.call):
+            operands = [state.ref for state in states]
+            return [Merged(ref) for ref in self._append(op.call, operands)]
 
         for attempt in (self._synced_norm, self._reshaped, self._proven, self._pointwise):
             results = attempt(op, states)

@@ -80,9 +80,13 @@ class EqualMeshes:
         if starts is not None:
             first_devices = np.array([-1, *reversed(self.holders)]) * self.mesh_size
             starts = (starts[0], first_devices)
+        unfit_alive = one.unfit_alive
+        if unfit_alive is not None:
+            unfit_alive = self.stages_per_mesh * unfit_alive
         return replace(
             one,
             seconds=seconds,
+            unfit_alive=unfit_alive,
             bytes_always=self.stages_per_mesh * one.bytes_always,
             fits=np.ones((len(self.holders) + 1, 1), dtype=bool),
             link_at=self.tables.link_at,
@@ -167,6 +171,9 @@ def in_units(tables: StageTables, submeshes: np.ndarray, unit: int) -> StageTabl
     starts = tables.starts
     if starts is not None:
         starts = (starts[0], starts[1][::unit])
+    unfit_alive = tables.unfit_alive
+    if unfit_alive is not None:
+        unfit_alive = unfit_alive[:, :, submeshes]
     return StageTables(
         num_devices=tables.num_devices[submeshes] // unit,
         seconds=tables.seconds[:, :, submeshes],
@@ -178,4 +185,5 @@ def in_units(tables: StageTables, submeshes: np.ndarray, unit: int) -> StageTabl
         link_at=tables.link_at[::unit],
         starts=starts,
         bytes_at_update=tables.bytes_at_update[:, :, submeshes],
+        unfit_alive=unfit_alive,
     )

@@ -19,7 +19,7 @@ from alpa_strategy.inter_op.layer_matrix import (
     LayerProblem,
     priced_problem,
 )
-from alpa_strategy.inter_op.stage_problem import CostBreakdown
+from alpa_strategy.inter_op.stage_problem import PER_STEP, CostBreakdown
 from alpa_strategy.intra_op.problem import Problem
 from alpa_strategy.intra_op.solver.elimination import eliminate, network_of, plan_order
 
@@ -96,7 +96,11 @@ def _problem_at(
         costs = []
         for price in prices:
             seconds = (1 + price.recomputes) * costs_of.forward + costs_of.backward
-            num_bytes = costs_of.always + price.share * price.alive * costs_of.saved
+            # What is made once per step is gone when the optimizer updates.
+            share_of_always = price.share if costs_of.span == PER_STEP else 1.0
+            num_bytes = (
+                share_of_always * costs_of.always + price.share * price.alive * costs_of.saved
+            )
             cost = num_microbatches * seconds + costs_of.once + price.per_byte * num_bytes
             costs.append(cost)
         return np.stack(costs)

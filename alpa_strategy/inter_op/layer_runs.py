@@ -193,7 +193,8 @@ def run_candidates(parts: np.ndarray, shape: int, remat: bool | None) -> list[Ru
             in_flight=in_flight_bytes,
             shape=np.full(once.shape, shape),
             remat=np.full(once.shape, recomputes),
-            at_update=always + by_part[Part.UPDATE],
+            # What is made of parameters alone is gone when the optimizer updates them.
+            at_update=always - derived + by_part[Part.UPDATE],
         )
         candidates.append(candidate)
     return candidates

@@ -52,6 +52,23 @@ class StageTables:
     # [L, L + 1, m, c] bytes while the optimizer updates, with nothing in flight; stages for which
     # that is too much have no seconds
     bytes_at_update: np.ndarray = field(default_factory=lambda: np.zeros((1, 1, 1, 1)))
+    # [L, L + 1, m, c] micro-batches alive with which a stage was solved and does not fit, whatever
+    # its bytes here say; inf where none was; None: nowhere
+    unfit_alive: np.ndarray | None = None
+
+    def fits_memory(self, at: Any, alive: float, memory_limit: float) -> np.ndarray:
+        """Whether stages fit.
+
+        Args:
+            at: an index of the arrays.
+            alive: micro-batches in flight.
+            memory_limit: bytes of a device.
+        """
+        need = self.bytes_always[at] + alive * self.bytes_in_flight[at]
+        is_fitting = need <= memory_limit
+        if self.unfit_alive is not None:
+            is_fitting &= alive < self.unfit_alive[at]
+        return np.asarray(is_fitting)
 
     def may_begin(self, first: int, last: int, submesh: int, left: int) -> bool:
         """Whether layers [first, last) may be a stage on a submesh with `left` devices
@@ -255,10 +272,8 @@ class _Search:
         """
         alive = self.in_flight[s - 1]
         if (alive, a) not in self._fitting:
-            need = self.tables.bytes_always[:, :, a] + alive * self.tables.bytes_in_flight[:, :, a]
-            self._fitting[alive, a] = np.ascontiguousarray(
-                (need <= self.memory_limit).transpose(2, 0, 1)
-            )
+            is_fitting = self.tables.fits_memory(np.s_[:, :, a], alive, self.memory_limit)
+            self._fitting[alive, a] = np.ascontiguousarray(is_fitting.transpose(2, 0, 1))
         return self._fitting[alive, a]
 
     def solve(self, threshold: float) -> StageChoice | None:

@@ -1,8 +1,11 @@
 """A stage solved within its memory limit.
 
-The integer program has one row for memory, with what choices store. Temporary memory, and the
-largest recomputed segment, depend on the solution: bytes are reserved for them, and the program is
-solved with a larger reserve until its solution fits.
+A stage has two limits of memory: with its activations, and while the optimizer updates
+(`StageCost.num_bytes`). The integer program has one row for memory, a mean of both with weights: a
+solution that is within both is within every mean of them. Which weights find one is a bisection.
+
+Temporary memory, and the largest recomputed segment, depend on the solution: bytes are reserved for
+them, and the program is solved with a larger reserve until its solution fits.
 """
 
 import math
@@ -12,7 +15,14 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from alpa_strategy.errors import DoesNotFitError
-from alpa_strategy.inter_op.stage_problem import StageCost, StageProblem, cost_of, weighted
+from alpa_strategy.inter_op.stage_problem import (
+    StageCost,
+    StageProblem,
+    cost_of,
+    update_bytes,
+    weighted,
+    with_update_row,
+)
 from alpa_strategy.intra_op.build import IntraOp
 from alpa_strategy.intra_op.problem import Problem, Solution, evaluate
 from alpa_strategy.intra_op.solver.solve import PROVED
@@ -21,8 +31,11 @@ from alpa_strategy.units import format_bytes
 if TYPE_CHECKING:
     from alpa_strategy.inter_op.stage_solve import PricedStage, StageSolver
 
-# Solves of one stage, with larger and larger reserves.
-ATTEMPTS = 6
+# Solves of one stage, with larger and larger reserves and other weights of its two limits.
+ATTEMPTS = 8
+# CPU seconds for one of them, for a stage of a pipeline: a solve that ends early gives the best
+# solution that it has.
+ATTEMPT_SECONDS = 5.0
 # Equal layers make many equal choices of what to recompute: proving the last of the gap takes
 # minutes.
 BY_TENSOR_SECONDS = 2.0
@@ -81,8 +94,17 @@ class StageFit:
         self._alive = request.alive / request.stages_per_mesh
         # The optimum without a limit, if memory has the same weights here as when it was priced.
         self._free: Solution | None = priced.free if job.is_whole_batch else None
+        # Temporary bytes of every solution, at least.
+        self._least_temporary = self._temporary_at_least()
         # Bytes reserved for temporary memory and for the largest segment.
-        self._reserve = 0.0
+        self._reserve = self._least_temporary
+        # Of the memory row, the part that is of the optimizer's step; and between which parts the
+        # next one is looked for.
+        self._update_share = 0.0
+        self._least_share = 0.0
+        self._most_share = 1.0
+        # What was solved: the same once more gives the same.
+        self._tried: set[tuple[float, float, float, frozenset[int]]] = set()
         # Most temporary bytes that an op may need.
         self._largest_temporary = math.inf
         # Segments whose graphs were large in some solution.
@@ -99,9 +121,15 @@ class StageFit:
             DoesNotFitError: none was found that fits.
             NoCheaperSolution: all take longer than the cutoff.
         """
+        least_update = update_bytes(self._stage)
+        if least_update > self._limit:
+            raise self._does_not_fit(least_update)
+
         least_bytes = math.inf
-        for _ in range(ATTEMPTS):
+        while len(self._tried) < ATTEMPTS:
             shares = self._segment_shares(cost)
+            if not self._is_new():
+                break
             try:
                 solution = self._solve_once(shares)
             except DoesNotFitError as error:
@@ -115,14 +143,34 @@ class StageFit:
                 return FittedStage(self._starts, solution, temporary_bytes)
 
             least_bytes = min(least_bytes, num_bytes)
-            self._reserve_more(cost, num_bytes, shares)
+            self._learn_from(cost, shares)
             # Ops of the next solution need no more, so that the reserve is enough for it.
             largest = _largest_temporary(intra, solution)
             self._largest_temporary = min(self._largest_temporary, largest)
-        raise DoesNotFitError(
+        raise self._does_not_fit(least_bytes)
+
+    def _does_not_fit(self, num_bytes: float) -> DoesNotFitError:
+        """Return the error for a stage that needs `num_bytes`, as far as is known."""
+        return DoesNotFitError(
             f"a stage on {math.prod(self._request.submesh)} devices needs"
-            f" {format_bytes(least_bytes)} of {format_bytes(self._limit)}"
+            f" {format_bytes(num_bytes)} of {format_bytes(self._limit)}"
         )
+
+    def _temporary_at_least(self) -> float:
+        """Return the temporary bytes that the stage needs whatever its layouts."""
+        if self._job.gradients_begin:
+            # What is temporary may take the place of gradients.
+            return 0.0
+        of_ops = [float(op.temporary_bytes.min()) for op in self._stage.intra.ops]
+        return max(of_ops, default=0.0)
+
+    def _is_new(self) -> bool:
+        """Return whether the next problem was not solved before, and remember it."""
+        large = frozenset(self._large_segments)
+        problem = self._reserve, self._update_share, self._largest_temporary, large
+        is_new = problem not in self._tried
+        self._tried.add(problem)
+        return is_new
 
     def _segment_shares(self, cost: StageCost) -> list[float]:
         """Return the weight of each segment's graph in the memory row: the mean of those that were
@@ -140,6 +188,9 @@ class StageFit:
     def _solve_once(self, shares: list[float]) -> Solution:
         """Return the cheapest solution whose stored bytes leave the reserve free.
 
+        Args:
+            shares: of the segments in the memory row.
+
         Raises:
             DoesNotFitError: there is none.
             NoCheaperSolution: it takes longer than the cutoff.
@@ -156,6 +207,7 @@ class StageFit:
         problem = _without_the_largest(
             problem, self._stage.intra, self._limit, self._largest_temporary
         )
+        problem = with_update_row(problem, self._stage, self._update_share, self._limit)
         if self._free is not None:
             is_allowed = math.isfinite(evaluate(problem, self._free.assignment)[0])
             if not is_allowed:
@@ -178,7 +230,9 @@ class StageFit:
         seconds = self._job.options.solver_seconds
         if intra.recomputes or intra.stores:
             return min(seconds, BY_TENSOR_SECONDS), BY_TENSOR_GAP
-        if not self._job.is_whole_batch or intra.mesh.num_devices > LARGE_MESH:
+        if not self._job.is_whole_batch:
+            return min(seconds, ATTEMPT_SECONDS), STAGE_GAP
+        if intra.mesh.num_devices > LARGE_MESH:
             return seconds, STAGE_GAP
         return seconds, PROVED
 
@@ -188,23 +242,44 @@ class StageFit:
         Raises:
             DoesNotFitError: `error`, if that cannot help.
         """
-        headroom = self._limit - (error.least_bytes or self._limit)
-        if headroom <= 0 or self._reserve <= headroom:
+        share = self._update_share
+        if error.least_bytes is None:
             raise error
-        self._reserve = HEADROOM_FOR_TEMPORARIES * headroom
+        # The row has the reserve with the weight of activations.
+        row_limit = self._limit - (1 - share) * self._reserve
+        missing = (error.least_bytes - row_limit) / (1 - share)
+        headroom = self._reserve - missing
+        if missing <= 0:
+            raise error
+        if headroom <= self._least_temporary:
+            needed = self._limit + self._least_temporary - headroom
+            raise self._does_not_fit(needed) from error
+        spare = headroom - self._least_temporary
+        self._reserve = self._least_temporary + HEADROOM_FOR_TEMPORARIES * spare
         self._largest_temporary = self._reserve
 
-    def _reserve_more(self, cost: StageCost, num_bytes: float, shares: list[float]) -> None:
-        """Reserve what a solution needs beyond the memory row: its temporary memory, and what the
-        mean of segments leaves out of the largest one.
+    def _learn_from(self, cost: StageCost, shares: list[float]) -> None:
+        """Reserve what a solution that does not fit needs beyond the memory row, or give the limit
+        that it exceeds more weight.
         """
         remat = self._request.remat
+        with_activations = replace(cost, update=0.0).num_bytes(self._alive, remat)
+        if with_activations <= self._limit:
+            # Only while the optimizer updates there are too many bytes.
+            self._least_share = self._update_share
+            self._update_share = (self._least_share + self._most_share) / 2
+            return
+
         in_row = replace(cost, working=0.0, update=0.0).num_bytes(self._alive, remat)
-        beyond_row = num_bytes - in_row
+        beyond_row = with_activations - in_row
         if remat:
             mean = sum(share * num for share, num in zip(shares, cost.again, strict=True))
             beyond_row += max(cost.again) - mean
+        is_reserved = beyond_row <= self._reserve
         self._reserve = max(self._reserve, beyond_row)
+        if is_reserved and self._update_share > 0.0:
+            self._most_share = self._update_share
+            self._update_share = (self._least_share + self._most_share) / 2
 
 
 def _largest_temporary(intra: IntraOp, solution: Solution) -> float:

@@ -88,8 +88,9 @@ class StageProblem:
 class StageCost:
     """The costs of an assignment, see `CostBreakdown`.
 
-    `again` has one number per recompute segment. `working` are temporary bytes in addition,
-    `update` those of the optimizer's step, when activations are freed.
+    `again` has one number per recompute segment. `working` are temporary bytes in addition.
+    `update` are those of the optimizer's step, less what of `always` is freed by then, as
+    activations are: the values that are made once per step.
     """
 
     forward: float
@@ -298,6 +299,50 @@ def weigh(
     return seconds, [p.always + shares[p.span] * p.again + in_flight * p.kept for p in breakdowns]
 
 
+def with_update_row(
+    problem: Problem, stage: StageProblem, share: float, memory_limit: float
+) -> Problem:
+    """Return a problem of the stage whose memory row is a mean of its own and of the one that holds
+    while the optimizer updates.
+
+    Args:
+        problem: of `weighted`.
+        share: the weight of the optimizer's row; 0: the problem as it is.
+        memory_limit: of the optimizer's row, bytes.
+    """
+    if share == 0.0:
+        return problem
+
+    choices = []
+    for choice, at_update in zip(problem.choices, _bytes_at_update(stage), strict=True):
+        memory = (1 - share) * choice.memory + share * at_update
+        choices.append(replace(choice, memory=memory))
+    # At the update there are no copies of values for their uses.
+    transfers = [replace(t, memory=(1 - share) * t.memory) for t in problem.transfers]
+    limit = (1 - share) * problem.memory_limit + share * memory_limit
+    return Problem(tuple(choices), tuple(transfers), limit)
+
+
+def update_bytes(stage: StageProblem) -> float:
+    """Return the bytes that the stage needs at least while the optimizer updates."""
+    least = 0.0
+    for choice, at_update in zip(stage.intra.problem.choices, _bytes_at_update(stage), strict=True):
+        least += float(at_update[np.isfinite(choice.cost)].min(initial=np.inf))
+    return least
+
+
+def _bytes_at_update(stage: StageProblem) -> list[np.ndarray]:
+    """[choice][strategy] bytes while the optimizer updates; see `StageCost.update`."""
+    scratch = stage.intra.tables.optimizer.scratch
+    found = []
+    for index, parts in enumerate(stage.choices):
+        num_bytes = np.zeros_like(parts.always) if parts.span == PER_STEP else parts.always
+        if index < len(stage.intra.parameters):
+            num_bytes = num_bytes + scratch * stage.intra.parameters[index].gradient_bytes
+        found.append(num_bytes)
+    return found
+
+
 def cost_of(stage: StageProblem, assignment: Sequence[int], working: float = 0.0) -> StageCost:
     """Return the summed costs of an assignment. A value pays once per distinct target layout (and
     recompute segment).
@@ -310,11 +355,15 @@ def cost_of(stage: StageProblem, assignment: Sequence[int], working: float = 0.0
     # The last two: of PER_STEP and EVERY_SPAN.
     total = np.zeros(6)
     again = np.zeros(stage.num_spans + 2)
+    always_of_per_step = 0.0
 
     def add(costs: CostBreakdown, at: int | tuple[int, int]) -> None:
+        nonlocal always_of_per_step
         summed = costs.forward, costs.backward, costs.once, costs.always, costs.saved, costs.kept
         total[:] += [float(x[at]) for x in summed]
         again[costs.span] += costs.again[at]
+        if costs.span == PER_STEP:
+            always_of_per_step += float(costs.always[at])
 
     for costs, k in zip(stage.choices, assignment, strict=True):
         add(costs, k)
@@ -329,7 +378,8 @@ def cost_of(stage: StageProblem, assignment: Sequence[int], working: float = 0.0
         float(parameter.gradient_bytes[k])
         for parameter, k in zip(parameters, assignment, strict=False)
     )
-    update = gradients * stage.intra.tables.optimizer.scratch
+    # What is made once per step is freed when the last backward is done.
+    update = gradients * stage.intra.tables.optimizer.scratch - always_of_per_step
     cost = StageCost(
         forward, backward, once, always, saved, kept, tuple(map(float, of_spans)), working, update
     )

@@ -42,6 +42,25 @@ class Candidate:
     solved: tuple[SolvedStage, ...] = ()
 
 
+@dataclass(frozen=True)
+class UnfitStage:
+    """A stage that was chosen, and for which no layouts were found that fit.
+
+    Attributes:
+        first, last: its layers, [first, last).
+        submesh: index in `StageSpace.meshes`.
+        shape, remat: of the layouts that were looked for.
+        alive: micro-batches in flight, per stage of its mesh.
+    """
+
+    first: int
+    last: int
+    submesh: int
+    shape: tuple[int, ...]
+    remat: bool
+    alive: float
+
+
 @dataclass(frozen=True, eq=False)
 class StageSpace:
     """Runs of layers on submeshes, priced: the stages that pipelines are made of."""
@@ -52,6 +71,52 @@ class StageSpace:
     runs: Sequence[LayerRangeCosts]
     # [first layer, last layer + 1, submesh] which stages are allowed; None: all.
     allowed: np.ndarray | None = None
+    # Stages that are priced as if they fit, but do not.
+    unfit: tuple[UnfitStage, ...] = ()
+
+    def without(self, candidate: Candidate, index: int) -> "StageSpace":
+        """Return the space without a stage of a candidate, for which no layouts fit."""
+        stage = candidate.stages[index]
+        unfit = UnfitStage(
+            stage.first,
+            stage.last,
+            stage.submesh,
+            candidate.shapes[index],
+            candidate.remat[index],
+            candidate.alive[index] / candidate.stages_per_mesh,
+        )
+        return replace(self, unfit=(*self.unfit, unfit))
+
+    def may_fit(self, candidate: Candidate) -> bool:
+        """Return whether none of a candidate's stages is known not to fit."""
+        if self.unfit_alive is None:
+            return True
+        for stage, pairs in zip(candidate.stages, candidate.alive, strict=True):
+            at = stage.first, stage.last, stage.submesh, stage.candidate
+            if pairs / candidate.stages_per_mesh >= self.unfit_alive[at]:
+                return False
+        return True
+
+    @cached_property
+    def unfit_alive(self) -> np.ndarray | None:
+        """[first layer, last layer + 1, submesh, candidate] of `StageTables`.
+
+        What holds for a stage holds for stages of equal layers, and for those that have them among
+        others: these store more.
+        """
+        if not self.unfit:
+            return None
+
+        least = np.full(self._stacked("seconds", np.inf).shape, np.inf)
+        for stage in self.unfit:
+            kinds = self.job.layers_on(self.sizes[stage.submesh]).kinds
+            runs = self.runs[stage.submesh]
+            is_same_shape = runs.shape == runs.shapes.index(stage.shape)
+            is_unfit = is_same_shape & (runs.remat == stage.remat)
+            is_unfit &= _contain(kinds, kinds[stage.first : stage.last])[..., None]
+            of_submesh = least[:, :, stage.submesh, : is_unfit.shape[2]]
+            of_submesh[is_unfit] = np.minimum(of_submesh[is_unfit], stage.alive)
+        return least
 
     @cached_property
     def sizes(self) -> list[int]:
@@ -137,6 +202,7 @@ class StageSpace:
             link_at=link_at,
             starts=starts,
             bytes_at_update=at_update,
+            unfit_alive=self.unfit_alive,
         )
 
     def _stacked(self, name: str, fill_value: float) -> np.ndarray:
@@ -189,9 +255,9 @@ class StageSpace:
         chosen_seconds: list[float] = []
         for stage, devices_left, pairs in zip(stages, left, alive, strict=True):
             # [candidate]
-            num_bytes = tables.bytes_always[stage] + pairs * tables.bytes_in_flight[stage]
             seconds = self.job.num_microbatches * tables.seconds[stage] + tables.once_seconds[stage]
-            fits = (num_bytes <= self.job.memory_limit) & tables.may_begin(*stage, devices_left)
+            fits = tables.fits_memory(stage, pairs, self.job.memory_limit)
+            fits &= tables.may_begin(*stage, devices_left)
             fitting_seconds = np.where(fits, seconds, np.inf)
             chosen.append(StageRange(*stage, int(fitting_seconds.argmin())))
             chosen_seconds.append(float(fitting_seconds.min()))
@@ -278,3 +344,14 @@ class StageSpace:
             wire = candidate.wires[index]
             stage_seconds.append((forward, num_backward * forward, once, wire))
         return stage_seconds
+
+
+def _contain(kinds: Sequence[int], part: Sequence[int]) -> np.ndarray:
+    """Return [first, last + 1] whether the run of `kinds` has `part` among its items, in order."""
+    num_layers = len(kinds)
+    found = np.zeros((num_layers, num_layers + 1), dtype=bool)
+    for first in range(num_layers - len(part) + 1):
+        last = first + len(part)
+        if list(kinds[first:last]) == list(part):
+            found[: first + 1, last:] = True
+    return found

@@ -159,7 +159,7 @@ def candidates_key(space: "StageSpace", ceiling: float) -> Key:
     """Return the hash of the DP's inputs: the job, its tables, and the seconds to be better than
     (`ceiling`).
     """
-    key = Key(space.job.content, tuple(space.meshes), ceiling, list(SCHEDULES))
+    key = Key(space.job.content, tuple(space.meshes), ceiling, list(SCHEDULES), space.unfit)
     if space.allowed is not None:
         key.add_array(space.allowed)
     for runs in space.runs:

@@ -27,14 +27,29 @@ from alpa_strategy.planner.failures import Failures
 from alpa_strategy.schedules import mesh_of
 from alpa_strategy.units import format_bytes
 
-# At most this many candidates are solved exactly.
+# At most this many candidates are solved exactly, those that do not fit apart as long as there is
+# no plan.
 MAX_SOLVED_CANDIDATES = 6
 # A note on the order of devices lists this many of them.
 MAX_LISTED_DEVICES = 16
 
 
+# Called with the candidates that are left, the one that has no plan, why, and the seconds of the
+# best plan: returns the candidates that are left then.
+SearchAgain = Callable[[list[Candidate], Candidate, PlanError, float], list[Candidate]]
+
+
+def leave_the_rest(
+    remaining: list[Candidate], failed: Candidate, error: PlanError, seconds: float
+) -> list[Candidate]:
+    """Return the remaining candidates: a `SearchAgain` that does not search."""
+    return remaining
+
+
 def best_solved(
-    candidates: Sequence[Candidate], solve: Callable[[Candidate], Plan]
+    candidates: Sequence[Candidate],
+    solve: Callable[[Candidate], Plan],
+    search_again: SearchAgain = leave_the_rest,
 ) -> tuple[Plan | None, Failures]:
     """Solve candidates in turn until the best plan is as fast as the next candidate's estimate.
 
@@ -43,10 +58,17 @@ def best_solved(
     slower by the same factor. Without that, all of them would be solved before another schedule
     whose estimate is right.
 
+    Args:
+        candidates: those to begin with.
+        solve: returns the plan of one; raises PlanError if there is none.
+        search_again: what is left when one has none.
+
     Returns:
         The fastest plan, None if no candidate could be solved; and why candidates failed.
     """
     best: Plan | None = None
+    best_seconds = math.inf
+    num_solved = 0
     failures: Failures = []
     slowdown: dict[Hashable, float] = {}
     remaining = list(candidates)
@@ -57,12 +79,10 @@ def best_solved(
     def expected_seconds(candidate: Candidate) -> float:
         return candidate.seconds * slowdown.get(kind(candidate), 1.0)
 
-    for _ in range(min(MAX_SOLVED_CANDIDATES, len(remaining))):
+    while remaining and num_solved < MAX_SOLVED_CANDIDATES:
         candidate = min(remaining, key=expected_seconds)
-        if best is not None:
-            best_seconds = best.predicted.step_seconds
-            if expected_seconds(candidate) >= best_seconds * (1 - TOLERANCE):
-                break
+        if expected_seconds(candidate) >= best_seconds * (1 - TOLERANCE):
+            break
 
         remaining.remove(candidate)
         try:
@@ -70,12 +90,16 @@ def best_solved(
         except PlanError as error:
             label = f"{candidate.job.num_microbatches} micro-batches, {candidate.schedule}"
             failures.append((label, error))
+            num_solved += best is not None
+            remaining = search_again(remaining, candidate, error, best_seconds)
             continue
 
+        num_solved += 1
         seconds = plan.predicted.step_seconds
         slowdown[kind(candidate)] = max(1.0, seconds / candidate.seconds)
-        if best is None or seconds < best.predicted.step_seconds:
+        if seconds < best_seconds:
             best = plan
+            best_seconds = seconds
     return best, failures
 
 
@@ -124,7 +148,11 @@ def solved_plan(
             pinned=stored[first_device],
             cuts=job.cuts[stage.first + 1 : stage.last],
         )
-        solved_stage = solver.solve(request)
+        try:
+            solved_stage = solver.solve(request)
+        except PlanError as error:
+            error.stage = i
+            raise
         solved.append(solved_stage)
         first_devices.append(first_device)
         stored[first_device].update(solved_stage.plan.parameter_plans)

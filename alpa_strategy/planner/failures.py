@@ -9,6 +9,9 @@ from alpa_strategy.errors import DoesNotFitError, PlanError
 # (label of the candidate, why it cannot be planned); the label may be empty.
 Failures = list[tuple[str, PlanError]]
 
+# An error lists this many reasons: a search may meet many stages that do not fit.
+MAX_REASONS = 8
+
 
 def no_plan_error(problem: str, failures: Failures, default_fix: str) -> PlanError:
     """Return one error that lists the reasons of all `failures`, each problem once.
@@ -28,9 +31,12 @@ def no_plan_error(problem: str, failures: Failures, default_fix: str) -> PlanErr
         label_of_problem.setdefault(error.problem, label)
 
     message = f"{problem}:"
-    for reason, label in label_of_problem.items():
+    listed = list(label_of_problem.items())
+    for reason, label in listed[:MAX_REASONS]:
         prefix = f"{label}: " if label else ""
         message += f"\n    {prefix}{reason}"
+    if len(listed) > MAX_REASONS:
+        message += f"\n    and {len(listed) - MAX_REASONS} more"
 
     fixes = {error.fix for _, error in failures if error.fix}
     fix = fixes.pop() if len(fixes) == 1 else default_fix

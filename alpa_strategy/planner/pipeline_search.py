@@ -99,6 +99,15 @@ class PipelineSearch:
         self._runs: dict[Hashable, LayerRangeCosts] = {}
         # By number of micro-batches; None: the step cannot be split so.
         self._jobs: dict[int, StageCostTask | None] = {}
+        # By number of micro-batches: what was priced on all submeshes, without the stages that were
+        # solved and do not fit.
+        self._spaces: dict[int, StageSpace] = {}
+        # Numbers of micro-batches that may be tried, in descending order, and those whose costs on
+        # all submeshes are more than a bound.
+        self._counts: list[int] = []
+        self._fully_priced: set[int] = set()
+        # Seconds of a step that is planned already.
+        self._known = math.inf
         # Seconds that no plan can be below, by number of micro-batches priced on all submeshes.
         self._bounds: dict[int, float] = {}
         # Submeshes that are unlikely to be used: a bound of their costs is enough.
@@ -115,6 +124,8 @@ class PipelineSearch:
         counts = microbatch_counts(self.task.step, self.task.cluster, options)
         if self.several:
             counts = [count for count in counts if count > 1]
+        self._counts = counts
+        self._known = known
         if len(counts) == 1:
             # An error of the only number of micro-batches is raised, not collected.
             self._jobs[counts[0]] = self._make_job(counts[0])
@@ -142,12 +153,12 @@ class PipelineSearch:
             PlanError: no candidate fits.
         """
 
-        def solve(candidate: Candidate) -> Plan:
-            with self.task.progress("solve the chosen stages"), timed(self.spent, "chosen stages"):
-                return solved_plan(candidate, self.meshes, self.task.fingerprint)
-
-        plan, failures = best_solved(self.best, solve)
-        self.failures += failures
+        plan = self._best_plan()
+        untried = self._untried_counts()
+        while plan is None and untried:
+            # What was chosen does not fit: other numbers of micro-batches may.
+            self._price_again(untried.pop(0))
+            plan = self._best_plan()
         if plan is None:
             raise self._no_pipeline_error()
 
@@ -164,12 +175,82 @@ class PipelineSearch:
         gap = max(0.0, 1 - bound / plan.predicted.step_seconds)
         return replace(plan, notes=notes, gap=gap)
 
+    def _best_plan(self) -> Plan | None:
+        """Return the fastest plan of the best candidates, None if none of them fits."""
+
+        def solve(candidate: Candidate) -> Plan:
+            with self.task.progress("solve the chosen stages"), timed(self.spent, "chosen stages"):
+                return solved_plan(candidate, self.meshes, self.task.fingerprint)
+
+        plan, failures = best_solved(self.best, solve, self._search_again)
+        self.failures += failures
+        return plan
+
+    def _search_again(
+        self, remaining: list[Candidate], failed: Candidate, error: PlanError, seconds: float
+    ) -> list[Candidate]:
+        """Return the candidates that are left, and the best without the stage that has no plan.
+
+        Args:
+            remaining: candidates that are not solved yet.
+            failed: the candidate that has no plan.
+            error: why.
+            seconds: of the best plan so far.
+        """
+        count = failed.job.num_microbatches
+        if error.stage is None or count not in self._spaces:
+            return remaining
+
+        space = self._spaces[count].without(failed, error.stage)
+        self._spaces[count] = space
+        left: list[Candidate] = []
+        for candidate in remaining:
+            if candidate.job.num_microbatches != count or space.may_fit(candidate):
+                left.append(candidate)
+        known = {(candidate.schedule, candidate.stages) for candidate in left}
+        with (
+            self.task.progress(f"{count} micro-batches, other stages"),
+            timed(self.spent, "stage DP"),
+        ):
+            for candidate in self._candidates(space, min(seconds, self._known)):
+                if (candidate.schedule, candidate.stages) not in known:
+                    left.append(candidate)
+        return left
+
+    def _untried_counts(self) -> list[int]:
+        """Return the numbers of micro-batches for which not all stages were priced: those with more
+        first, whose activations need less memory. None if there is a plan already.
+        """
+        if self._known < math.inf:
+            return []
+        most_tried = max(self._fully_priced, default=0)
+        untried = [count for count in self._counts if count not in self._fully_priced]
+        more = [count for count in reversed(untried) if count > most_tried]
+        fewer = [count for count in untried if count < most_tried]
+        return [count for count in (*more, *fewer) if self._job(count) is not None]
+
+    def _price_again(self, count: int) -> None:
+        """Let `best` be the candidates of one number of micro-batches, on all submeshes."""
+        self.best = []
+        self._unlikely = frozenset()
+        self._bounds.pop(count, None)
+        self._price(count, None, math.inf)
+        self.best.sort(key=lambda candidate: candidate.seconds)
+
     def _no_pipeline_error(self) -> PlanError:
         """Return the error for the case that no candidate fits."""
         if self.last_job is not None:
             largest = out_of_memory(self.last_job, self.meshes)
             if largest is not None:
                 self.failures.append(("", DoesNotFitError(largest)))
+        for count, space in sorted(self._spaces.items()):
+            if space.unfit:
+                limit = format_bytes(space.job.memory_limit)
+                problem = (
+                    f"{len(space.unfit)} chosen stages were solved and do not fit into {limit} a"
+                    " device, and no others are left"
+                )
+                self.failures.insert(0, (f"{count} micro-batches", DoesNotFitError(problem)))
         fix = (
             "use more devices, a smaller batch, other num_microbatches, num_stages or schedule,"
             " or raise memory_limit"
@@ -277,6 +358,9 @@ class PipelineSearch:
             allowed[0, job.num_layers] = not self.several
             space = StageSpace(job, meshes, runs, allowed)
             if used is None:
+                self._spaces[count] = space
+                if not self._unlikely:
+                    self._fully_priced.add(count)
                 # Layouts that are propagated are never called optimal.
                 is_propagated = job.options.solver == PROPAGATION
                 self._bounds[count] = 0.0 if is_propagated else step_bound(space)

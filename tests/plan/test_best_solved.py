@@ -50,3 +50,25 @@ def test_many_of_a_kind_that_fall_short_do_not_hide_another_kind() -> None:
 def test_what_does_not_fit_is_passed_over() -> None:
     assert best_of(candidate("ZBV", 1.0, None), candidate("1F1B", 2.0, 2.1)) == (2.1, [1.0, 2.0])
     assert best_of(candidate("ZBV", 1.0, None)) == (None, [1.0])
+
+
+def test_where_one_does_not_fit_the_search_goes_on() -> None:
+    """What is found then is solved as well, as often as nothing fits."""
+    searched: list[float] = []
+
+    def again(remaining: list[Any], failed: Any, error: PlanError, seconds: float) -> list[Any]:
+        searched.append(failed.seconds)
+        is_enough = len(searched) == 20
+        found = candidate("1F1B", failed.seconds + 1, failed.seconds + 1 if is_enough else None)
+        return [*remaining, found]
+
+    def solve(each: Any) -> Any:
+        if each.solved_to is None:
+            raise PlanError("does not fit")
+        return SimpleNamespace(predicted=SimpleNamespace(step_seconds=each.solved_to))
+
+    best, failures = best_solved([candidate("1F1B", 1.0, None)], solve, again)
+    assert best is not None
+    assert best.predicted.step_seconds == 21.0
+    assert searched == [float(i) for i in range(1, 21)]
+    assert len(failures) == 20
