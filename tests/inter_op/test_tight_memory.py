@@ -35,7 +35,7 @@ NUM_STAGES = 2
 SUBMESH, SHAPE = (1, 2), (2,)
 # SGD with weight decay on GPUs keeps no state, and makes a copy of all gradients in its step.
 SGD = OptimizerInfo(state_bytes=0.0, name="SGD", scratch=1.0)
-OPTIMIZERS = {"sgd": SGD, "adam": OptimizerInfo(scratch=1.0)}
+OPTIMIZERS = {"adam": OptimizerInfo(scratch=1.0)}
 
 
 def cluster() -> ClusterSpec:
@@ -168,13 +168,6 @@ def test_a_search_goes_on_without_the_stages_that_do_not_fit(failing):
     plan = search(SGD, math.inf)
     assert all(math.prod(stage.submesh) > 1 for stage in plan.stages)
     assert len({(c.schedule, c.stages, c.alive) for c in failed}) == len(failed)
-
-
-def test_other_numbers_of_micro_batches_are_tried_where_none_of_one_fit(failing):
-    failed = failing(lambda candidate, index: candidate.job.num_microbatches != 2)
-    plan = search(SGD, math.inf, num_microbatches=None)
-    assert plan.num_microbatches == 2
-    assert {candidate.job.num_microbatches for candidate in failed} == {4, 8}
 
 
 def test_where_nothing_fits_the_search_ends_and_says_so(failing):
