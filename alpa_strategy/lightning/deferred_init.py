@@ -21,6 +21,7 @@ from torch.utils import _pytree as pytree
 from alpa_strategy.checkpoint.tensors import Chunk, read_chunks
 from alpa_strategy.comm.collectives import (
     all_gather_object,
+    any_rank,
     broadcast_object,
     on_all_ranks,
     world_size,
@@ -239,7 +240,8 @@ class DeferredInit:
         Raises:
             CheckpointError: a file cannot be read, on any rank.
         """
-        if self._recorder is None:
+        # Shards of a stage may need no file while those of another do.
+        if not any_rank([self._recorder is not None])[0]:
             return
 
         def read() -> None:
