@@ -128,7 +128,7 @@ def test_the_epoch_may_be_an_int() -> None:
     assert [str(guard) for guard in graph.guards] == ["(current_epoch == 0) is True"]
 
 
-def test_world_size_scales_rows_only() -> None:
+def test_the_ranks_batches_follow_one_another() -> None:
     batch = {
         "x": torch.randn(6, 4),
         "mask": torch.ones(4),
@@ -143,9 +143,10 @@ def test_world_size_scales_rows_only() -> None:
     graph = capture_step(Step(step), batch, world_size=3)
     assert [(b.meta.shape, b.batch_dim) for b in graph.batch] == [
         ((18, 4), 0),
-        ((4,), None),
-        ((), None),
+        ((12,), 0),
+        ((3,), 0),
     ]
+    assert [b.is_split for b in graph.batch] == [True, False, False]
     assert graph.batch_size == 18
     whole = capture_step(Step(step), batch, world_size=3, batch_scope="global")
     assert whole.batch[0].meta.shape == (6, 4)

@@ -8,6 +8,7 @@ strategy.
 from __future__ import annotations
 
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import lightning.pytorch as pl
@@ -19,6 +20,7 @@ from quiet import QUIET
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from alpa_strategy import AlpaStrategy
+from alpa_strategy.comm.collectives import all_gather_object
 
 TOLERANCE = 1e-9
 ROWS = 8  # of the global batch
@@ -88,11 +90,17 @@ def train(
         trainer.save_checkpoint(save)
     return {
         "state": {k: v.detach().clone() for k, v in model.state_dict().items()},
-        "metrics": {k: float(v) for k, v in trainer.callback_metrics.items()},
+        "metrics": _mean_of_ranks({k: float(v) for k, v in trainer.callback_metrics.items()}),
         "shapes": getattr(model, "shapes", []),
         "optimizer": trainer.optimizers[0].state_dict(),
         "steps": trainer.global_step,
     }
+
+
+def _mean_of_ranks(metrics: dict[str, float]) -> dict[str, float]:
+    """Average over the ranks, each of which logs the values of its own batches."""
+    of_ranks = all_gather_object(metrics)
+    return {name: fmean(of_rank[name] for of_rank in of_ranks) for name in metrics}
 
 
 def _loader(data: TensorDataset, strategy: dict[str, Any] | None, world_size: int) -> DataLoader:
@@ -124,6 +132,8 @@ def assert_same(run: dict[str, Any], reference: dict[str, Any]) -> None:
 
 
 ZERO3, TENSOR = {"parallel": "zero3"}, {"parallel": "tensor"}
+# One device's numbers: metrics that are no means over ranks.
+GLOBAL_ZERO3 = {"parallel": "zero3", "batch_scope": "global"}
 
 
 @pytest.mark.parametrize(
@@ -286,7 +296,7 @@ def test_torchmetrics_dicts_and_numbers_are_logged_alike(pool, tmp_path: Path) -
     reference = train(Measured, str(tmp_path), None)
     assert {"mean_error", "worst_epoch", "twice_epoch", "one_step"} <= reference["metrics"].keys()
     assert {"train_mse", "train_rmse", "last_mse", "last_rmse"} <= reference["metrics"].keys()
-    for run in pool.run(2, run_train, "Measured", str(tmp_path), ZERO3, {}):
+    for run in pool.run(2, run_train, "Measured", str(tmp_path), GLOBAL_ZERO3, {}):
         assert_same(run, reference)
 
 
@@ -359,6 +369,8 @@ def test_buffers_are_as_they_were_until_the_backward(
     pool, tmp_path: Path, strategy: dict[str, Any]
 ) -> None:
     reference = train(Remembers, str(tmp_path), None)
+    # The buffers are made of all samples on one device, of rank 0's under DDP.
+    strategy = {**strategy, "batch_scope": "global"}
     for run in pool.run(2, run_remembers, str(tmp_path), strategy):
         assert_same(run, reference)
 
