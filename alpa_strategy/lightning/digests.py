@@ -7,6 +7,7 @@ sum of finite parts.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from operator import attrgetter
 from typing import Any
 
@@ -45,45 +46,65 @@ def digest(tensor: Tensor) -> Tensor:
     return (data.view(torch.int64).view(-1, _WIDTH).sum(0) * weights).sum()
 
 
-def check_same_batch(batch: Any, group: Any) -> None:
-    """Check that all ranks have the same batch. Collective.
+class SameBatchCheck:
+    """Checks that all ranks have the same batch, if they are to load the same one.
 
     Args:
-        batch: of this rank.
         group: the ranks; None: all.
-
-    Raises:
-        RuntimeMismatchError: on all ranks: a tensor of the batch differs.
     """
-    num_ranks = world_size(group)
-    names = []
-    checksums = []
-    for path, leaf in pytree.tree_flatten_with_path(batch)[0]:
-        if isinstance(leaf, Tensor):
-            names.append(pytree.keystr(path) or "the batch")
-            checksums.append(digest(leaf))
-    if not checksums or num_ranks == 1:
-        return
 
-    local = torch.stack(checksums)  # [leaves]
-    of_ranks = local.new_empty(num_ranks, len(local))  # [ranks, leaves]
-    dist.all_gather(list(of_ranks), local, group)
-    of_ranks = of_ranks.cpu()
-    unequal = (of_ranks != of_ranks[0]).any(0)
-    if not bool(unequal.any()):
-        return
+    def __init__(self, group: Any = None) -> None:
+        self._group = group
+        self._names: list[str] = []
+        self._in_flight: tuple[Tensor, Any] | None = None
 
-    first = int(unequal.int().argmax())
-    values = of_ranks[:, first].tolist()
-    most = max(values, key=values.count)
-    ranks = [rank for rank, value in enumerate(values) if value != most]
-    raise RuntimeMismatchError(
-        f"the batch's leaf {names[first]} differs between the ranks of a replica, or of"
-        f' batch_scope="global" (ranks {ranks} have another than most), which are to load the same'
-        " samples",
-        "call lightning.seed_everything(..., workers=True), and let your own samplers give them the"
-        ' same; or leave out batch_scope="global"',
-    )
+    def begin(self, batch: Any) -> None:
+        """Launch the exchange of checksums. Collective if the batch has tensors."""
+        num_ranks = world_size(self._group)
+        self._names = []
+        checksums = []
+        for path, leaf in pytree.tree_flatten_with_path(batch)[0]:
+            if isinstance(leaf, Tensor):
+                self._names.append(pytree.keystr(path) or "the batch")
+                checksums.append(digest(leaf))
+        if not checksums or num_ranks == 1:
+            return
+
+        local = torch.stack(checksums)  # [leaves]
+        of_ranks = local.new_empty(num_ranks, len(local))  # [ranks, leaves]
+        work = dist.all_gather(list(of_ranks), local, self._group, async_op=True)
+        self._in_flight = of_ranks, work
+
+    def finish(self) -> None:
+        """Wait for the exchange of `begin`, and compare.
+
+        Raises:
+            RuntimeMismatchError: on all ranks: a tensor of the batch differs.
+        """
+        if self._in_flight is None:
+            return
+        of_ranks, work = self._in_flight
+        self._in_flight = None
+        # On a stream of its own, the copy does not wait for the forward.
+        stream = torch.cuda.Stream() if of_ranks.is_cuda else None
+        with nullcontext() if stream is None else torch.cuda.stream(stream):
+            work.wait()
+            of_ranks = of_ranks.cpu()
+        unequal = (of_ranks != of_ranks[0]).any(0)
+        if not bool(unequal.any()):
+            return
+
+        first = int(unequal.int().argmax())
+        values = of_ranks[:, first].tolist()
+        most = max(values, key=values.count)
+        ranks = [rank for rank, value in enumerate(values) if value != most]
+        raise RuntimeMismatchError(
+            f"the batch's leaf {self._names[first]} differs between the ranks of a replica, or of"
+            f' batch_scope="global" (ranks {ranks} have another than most), which are to load the'
+            " same rows",
+            "call lightning.seed_everything(..., workers=True), and let your own samplers give them"
+            ' the same; or leave out batch_scope="global"',
+        )
 
 
 class ReplicaChecksum:

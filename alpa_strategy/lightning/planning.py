@@ -39,7 +39,7 @@ from alpa_strategy.ir.op import OpCall
 from alpa_strategy.ir.optimizer_info import OptimizerInfo
 from alpa_strategy.ir.plan import Fingerprint, ParameterPlan, Plan, StagePlan, modes_text
 from alpa_strategy.ir.user_code import user_line
-from alpa_strategy.lightning.digests import check_same_batch
+from alpa_strategy.lightning.digests import SameBatchCheck
 from alpa_strategy.lightning.evaluation_loop import step_counters
 from alpa_strategy.lightning.host_costs import add_host_seconds
 from alpa_strategy.lightning.job import Job
@@ -110,7 +110,9 @@ def capture(
     step, summaries = on_all_ranks(capture_or_explain, summary, job.group)
     _check_equal(step, summaries, job.group)
     if step.batch_scope == "global":
-        check_same_batch(batch, job.group)
+        check = SameBatchCheck(job.group)
+        check.begin(batch)
+        check.finish()
     return step
 
 

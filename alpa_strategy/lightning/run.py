@@ -33,6 +33,7 @@ from alpa_strategy.ir.guards import changed_value
 from alpa_strategy.ir.plan import Predicted
 from alpa_strategy.lightning import step_effects
 from alpa_strategy.lightning.checks import has_own_hooks
+from alpa_strategy.lightning.digests import SameBatchCheck
 from alpa_strategy.lightning.evaluation_loop import step_counters
 from alpa_strategy.lightning.full_parameters import shapes_only
 from alpa_strategy.lightning.loop_clock import LoopClock
@@ -134,6 +135,7 @@ class Run(ShardedRun):
         if job.device.type == "cpu":
             self._adapted.callback(enforce_memory_plan(self, plan, limit, module, given.optimizers))
         self._same = StepConsensus(rank_zero, job.group)
+        self._same_batch = SameBatchCheck(job.group)
         # By what kind of batch they are for, those used last at the end; of a kind, those captured
         # last.
         self._captured: OrderedDict[Hashable, list[CapturedStep]] = OrderedDict()
@@ -157,12 +159,19 @@ class Run(ShardedRun):
         self._measure()
         key, leaves = keyed_leaves(batch)
         captured, counters = self._captured_step(key, batch, batch_idx)
+        # With `batch_scope="global"` all ranks must load the same batch.
+        is_global = captured.step.batch_scope == "global"
+        if is_global:
+            self._same_batch.begin(batch)
         self._clear_gradients(batch_idx)
         # A pipeline's backward is in it.
         with self.in_step():
             values = captured.program(leaves, counters)
         self._loop_clock.leave()
         self._placed.num_steps += 1
+        # The forward has taken its time: the checksums are there.
+        if is_global:
+            self._same_batch.finish()
         step = captured.step
         values = step_effects.of_this_rank(step, values)
         step_effects.verify(step, values)

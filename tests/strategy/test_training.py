@@ -100,7 +100,10 @@ def train(
 def _mean_of_ranks(metrics: dict[str, float]) -> dict[str, float]:
     """Average over the ranks, each of which logs the values of its own batches."""
     of_ranks = all_gather_object(metrics)
-    return {name: fmean(of_rank[name] for of_rank in of_ranks) for name in metrics}
+    means = {}
+    for name in metrics:
+        means[name] = fmean([of_rank[name] for of_rank in of_ranks])
+    return means
 
 
 def _loader(data: TensorDataset, strategy: dict[str, Any] | None, world_size: int) -> DataLoader:
