@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import lightning.pytorch as pl
@@ -172,8 +173,12 @@ def assert_same(runs: list[dict[str, Any]], reference: dict[str, Any]) -> None:
     for run in runs:
         torch.testing.assert_close(run["state"], reference["state"], rtol=TOLERANCE, atol=TOLERANCE)
         assert run["metrics"].keys() == reference["metrics"].keys()
-        for name, expected in reference["metrics"].items():
-            assert run["metrics"][name] == pytest.approx(expected, rel=TOLERANCE), name
+    for name, expected in reference["metrics"].items():
+        of_ranks = [run["metrics"][name] for run in runs]
+        if not name.startswith("train"):
+            # Synchronized: the same on all ranks.
+            assert of_ranks == pytest.approx([expected] * len(runs), rel=TOLERANCE), name
+        assert fmean(of_ranks) == pytest.approx(expected, rel=TOLERANCE), name
     for step, expected in enumerate(reference["seen"]):
         for position, whole in enumerate(expected):
             rows = torch.cat([run["seen"][step][position] for run in runs])
