@@ -18,10 +18,9 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from alpa_strategy.capture.capture import convert
-from alpa_strategy.capture.merge_ranks import merge_ranks
 from alpa_strategy.capture.python_state import requiring_grad
 from alpa_strategy.capture.rewrites import segment_fused_linears
-from alpa_strategy.capture.trace import StepCall, trace_step
+from alpa_strategy.capture.trace import StepCall, have_common_size, trace_step
 from alpa_strategy.errors import CaptureError, PlanError
 from alpa_strategy.ir.graph import StepGraph, values_of
 from alpa_strategy.ir.optimizer_info import OptimizerInfo
@@ -98,10 +97,11 @@ def _captured(
         loss = result if phase.trains else placeholder * 1
         return {"loss": loss, "result": result}
 
-    batch = (phase.args, placeholder_loss)
+    # Phases are priced on the samples of all ranks.
+    batch = (_of_all_ranks(phase.args, num_ranks), placeholder_loss)
     with requiring_grad(() if phase.trains else module.parameters(), False):
         graph = convert(trace_step(StepCall(module, batch, 0, context, step=step)))
-    graph = merge_ranks(segment_fused_linears(graph), num_ranks)
+    graph = segment_fused_linears(graph)
     leaving = values_of(graph.output["result"])
     part = graph.part_for(leaving)
     if phase.trains:
@@ -109,6 +109,20 @@ def _captured(
     return replace(
         part, batch=(), output=(), received=tuple(leaf.value for leaf in part.batch), sent=leaving
     )
+
+
+def _of_all_ranks(args: Any, num_ranks: int) -> Any:
+    """Return a phase's arguments with the samples of all ranks, without values.
+
+    Tensors with the most frequent size(0) have samples.
+    """
+    leaves, spec = pytree.tree_flatten(args)
+    flags = iter(have_common_size(leaves))
+    for index, leaf in enumerate(leaves):
+        if isinstance(leaf, Tensor) and next(flags):
+            shape = (leaf.size(0) * num_ranks, *leaf.shape[1:])
+            leaves[index] = torch.empty(shape, dtype=leaf.dtype, device="meta")
+    return pytree.tree_unflatten(leaves, spec)
 
 
 def plan_iteration(

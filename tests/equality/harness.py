@@ -177,7 +177,9 @@ def _loader(
                 batches.append(_part(batch, world_size, num_microbatches, index))
         return DataLoader(data, batch_sampler=batches)
     if strategy_kwargs.get("batch_scope") == "global":
-        return DataLoader(data, batch_sampler=_global_batches(len(data), 1, samples))
+        # In the order of the reference, unless the ranks cannot share the samples.
+        num_parts = 1 if samples % world_size else world_size
+        return DataLoader(data, batch_sampler=_global_batches(len(data), num_parts, samples))
     # a sampler of its own, because that of the Trainer would shuffle
     rank = int(os.environ.get("RANK", "0"))
     sampler = DistributedSampler(data, num_replicas=world_size, rank=rank, shuffle=False)

@@ -99,7 +99,8 @@ def test_data_parallel_reduces_each_gradient_once():
         4,
         4 * 256 * 256 * 4,
     )
-    assert all(c.num_bytes <= 8 for c in plan.collectives() if c.phase != "step")
+    # The losses of four ranks, and their mean.
+    assert all(c.num_bytes <= 16 for c in plan.collectives() if c.phase != "step")
 
 
 def test_gradients_are_reduced_at_the_end_if_small_messages_are_faster():
