@@ -74,23 +74,6 @@ def test_a_program_of_one_device_brings_nothing_into_another_layout():
     assert "reshard" not in source
 
 
-def test_the_number_of_targets_is_known_before_the_forward():
-    step = captured(one_hot=False)
-    cluster = ClusterSpec.load("pcie_8gpu", {"num_nodes": 1, "devices_per_node": 2})
-    stage = choose_plan(
-        PlanTask(step, cluster, PlanOptions(parallel="data"), OptimizerInfo())
-    ).stages[0]
-    sources = run_on_threads(
-        (2,), lambda mesh: lower(step, stage, mesh, torch.device("cpu"), None).source
-    )
-    for source in sources:
-        lines = source.splitlines()
-        begun = [number for number, line in enumerate(lines) if ".start(" in line]
-        forward = next(number for number, line in enumerate(lines) if "f_linear" in line)
-        assert begun
-        assert max(begun) < forward
-
-
 @pytest.mark.parametrize("one_hot", [False, True])
 def test_nothing_larger_than_the_batch_is_made_early(one_hot):
     step = captured(one_hot)

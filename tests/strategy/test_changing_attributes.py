@@ -28,7 +28,7 @@ class Annealed(MLP):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         x, y = batch
         loss = self.beta * ((self.net(x) - y) * self.mask).pow(2).mean()
-        self.log("train_loss", loss)
+        self.log("train_loss", loss, sync_dist=True)
         return loss
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
@@ -97,7 +97,7 @@ class Refitted(MLP):
         self.phase = "train"
         x, y = batch
         loss = self.pool(self.net(x)).sub(y[:, :1]).pow(2).mean()
-        self.log("train_loss", loss)
+        self.log("train_loss", loss, sync_dist=True)
         return loss
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:

@@ -94,7 +94,7 @@ class Net(pl.LightningModule):
             F.cross_entropy(logits, batch["y"]) * batch["weight"]
             + self.number(batch) * logits.square().mean()
         )
-        self.log("loss", loss)
+        self.log("loss", loss, sync_dist=True)
         self.log("beta", self.beta)
         return loss
 

@@ -28,7 +28,7 @@ class Finetuned(MLP):
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         loss = F.mse_loss(self.head(self.backbone(self.net(batch[0]))), batch[1])
-        self.log("train_loss", loss)
+        self.log("train_loss", loss, sync_dist=True)
         return loss
 
     def configure_optimizers(self) -> Any:

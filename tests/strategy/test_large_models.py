@@ -56,7 +56,7 @@ class Configured(pl.LightningModule):
             nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
             + 0 * self.mask.sum()
         )
-        self.log("train_loss", loss)
+        self.log("train_loss", loss, sync_dist=True)
         return loss
 
     def configure_optimizers(self) -> torch.optim.Optimizer:

@@ -79,7 +79,7 @@ def train(
         y = torch.randint(CLASSES, (4 * ROWS,), generator=generator)
         y[::2][: 3 * ROWS // 2] = IGNORED  # nearly all of rank 0's rows at first
         data = TensorDataset(x, y)
-        if strategy is None:
+        if strategy is None or strategy.get("batch_scope") == "global":
             order = [
                 i
                 for step in range(4)
@@ -126,6 +126,7 @@ def test_values_are_complete_where_they_are_read(pool, tmp_path, watch, parallel
         "plan_dir": str(tmp_path),
         "verbose": False,
         "parallel": parallel,
+        "batch_scope": "global",
     }
     for run in pool.run(2, train_under, watch, strategy, str(tmp_path), {}):
         torch.testing.assert_close(
@@ -142,6 +143,7 @@ def test_the_loss_is_there_where_gradients_are_accumulated(pool, tmp_path):
         0
     ]
     strategy = {"cluster": "pcie_8gpu", "plan_dir": str(tmp_path), "verbose": False}
+    strategy["batch_scope"] = "global"
     for run in pool.run(2, train_under, "afterwards", strategy, str(tmp_path), options):
         torch.testing.assert_close(
             torch.tensor(run["seen"]), torch.tensor(plain["seen"]), rtol=1e-9, atol=0
