@@ -26,7 +26,6 @@ from capture.outside_settings import CACHE, Defaults
 from torch import nn
 
 from alpa_strategy.capture.capture import capture_step
-from alpa_strategy.capture.outside_state import fields_kept
 from alpa_strategy.errors import CaptureError
 from alpa_strategy.ir.guards import changed_value
 
@@ -174,14 +173,6 @@ def test_defaults_of_functions_are_guarded(monkeypatch: pytest.MonkeyPatch) -> N
     assert changed(model, step) is None
     monkeypatch.setitem(weighted.__defaults__[0], "weight", 3.0)  # type: ignore[index]
     assert "__defaults__ of weighted" in str(changed(model, step))
-
-
-def test_what_a_partial_holds_is_put_back() -> None:
-    """A hook that is tried ahead may change it."""
-    owner = SimpleNamespace(bound=functools.partial(weighted, state={"weight": 2.0}))
-    with fields_kept(owner):
-        owner.bound.keywords["state"]["weight"] = 3.0
-    assert owner.bound.keywords["state"] == {"weight": 2.0}
 
 
 class Schedule:

@@ -14,7 +14,7 @@ import torch
 pytest.importorskip("transformers")
 pytest.importorskip("peft")
 
-from hf.tiny_models import MODELS
+from hugging_face.tiny_models import MODELS
 from quiet import QUIET
 
 from alpa_strategy.recipe import build_data, build_model, build_trainer, load_recipe

@@ -213,19 +213,17 @@ def test_numbers_that_change_are_inputs(pool, tmp_path, name: str, options: dict
         assert len({each["beta"] for each in run[1]}) == STEPS == len(logged)
 
 
+def train_both(name: str, root: str) -> Any:
+    return train(name, "ddp"), train_sharded(name, root, {})
+
+
 @pytest.mark.parametrize(("name", "captures"), [("AsAnIndex", 4), ("Branching", 3)])
 def test_numbers_of_shapes_and_branches_are_captured_by_their_values(
     pool, tmp_path, name: str, captures: int
 ) -> None:
-    state, logged, *_ = train(name, None)
-    for run in pool.run(2, train_sharded, name, str(tmp_path), {}):
-        torch.testing.assert_close(run[0], state, rtol=1e-9, atol=1e-9)
-        torch.testing.assert_close(run[1], logged, rtol=1e-9, atol=1e-9)
+    for expected, run in pool.run(2, train_both, name, str(tmp_path)):
+        torch.testing.assert_close(run[:2], expected[:2], rtol=1e-9, atol=1e-9)
         assert run[2:] == (captures, False)
-
-
-def train_both(name: str, root: str) -> Any:
-    return train(name, "ddp"), train_sharded(name, root, {})
 
 
 @pytest.mark.parametrize("name", ["WithinTheStep", "OtherOnARank"])

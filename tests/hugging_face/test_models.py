@@ -13,8 +13,8 @@ import torch
 
 pytest.importorskip("transformers")
 
-from hf.finetune import assert_losses, record
-from hf.tiny_models import MODELS, WITH_EXPERTS
+from hugging_face.finetune import assert_losses, record
+from hugging_face.tiny_models import MODELS, WITH_EXPERTS
 
 PLANS: dict[str, dict[str, Any]] = {
     "data": {"parallel": "data"},

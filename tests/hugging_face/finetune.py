@@ -9,7 +9,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from equality.harness import Rows, _loader, _parallel_arguments
-from hf.tiny_models import MODELS, WITH_EXPERTS
+from hugging_face.tiny_models import MODELS, WITH_EXPERTS
 from quiet import QUIET
 
 SAMPLES = 8

@@ -15,7 +15,7 @@ pytest.importorskip("transformers")
 pytest.importorskip("safetensors")
 
 import transformers
-from hf.tiny_models import MODELS
+from hugging_face.tiny_models import MODELS
 from safetensors.torch import load_file, save_file
 
 from alpa_strategy import hf

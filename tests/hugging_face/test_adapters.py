@@ -16,8 +16,8 @@ pytest.importorskip("transformers")
 pytest.importorskip("peft")
 
 from equality.harness import Rows, _loader, _parallel_arguments
-from hf.finetune import SAMPLES, FineTuning, assert_losses, record
-from hf.tiny_models import MODELS
+from hugging_face.finetune import SAMPLES, FineTuning, assert_losses, record
+from hugging_face.tiny_models import MODELS
 from quiet import QUIET
 
 os.environ["HF_HUB_OFFLINE"] = "1"

@@ -12,7 +12,7 @@ pytest.importorskip("transformers")
 
 import fsspec
 import transformers
-from hf.tiny_models import MODELS
+from hugging_face.tiny_models import MODELS
 from torch import nn
 
 from alpa_strategy.errors import CheckpointError, SetupError
