@@ -76,7 +76,7 @@ DAMAGES = {
     "no JSON": lambda text: "\x00" * 10,
     "another list": lambda text: "[1, 2]",
     "a number": lambda text: "3",
-    "older": lambda text: text.replace('"version": 1', '"version": 0'),
+    "older": lambda text: text.replace('"version": 2', '"version": 0'),
     "of another name": lambda text: text.replace("thing-", "other-"),
     "changed": lambda text: text.replace('"text": "a"', '"text": "b"'),
     "without seconds": lambda text: text.replace('"seconds"', '"minutes"'),
