@@ -142,8 +142,10 @@ def _watched_classes(module: nn.Module) -> list[type]:
                 kind.__flags__ & (1 << 9 | 1 << 8) == 1 << 9
                 and type(kind).__setattr__ is type.__setattr__
             )
-            file = getattr(sys.modules.get(kind.__module__), "__file__", None) or "<"
-            is_users = kind.__module__.partition(".")[0] in packages
+            # Classes of some extensions have no module.
+            module_name = kind.__module__ or ""
+            file = getattr(sys.modules.get(module_name), "__file__", None) or "<"
+            is_users = module_name.partition(".")[0] in packages
             if is_pythons and (
                 is_users or (user_code.is_user_file(file) and not user_code.is_installed(file))
             ):
