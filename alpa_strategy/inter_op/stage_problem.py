@@ -327,7 +327,9 @@ def update_bytes(stage: StageProblem) -> float:
     """Return the bytes that the stage needs at least while the optimizer updates."""
     least = 0.0
     for choice, at_update in zip(stage.intra.problem.choices, _bytes_at_update(stage), strict=True):
-        least += float(at_update[np.isfinite(choice.cost)].min(initial=np.inf))
+        # As floats: integers have no infinity.
+        possible = at_update[np.isfinite(choice.cost)].astype(float)
+        least += float(possible.min(initial=np.inf))
     return least
 
 
