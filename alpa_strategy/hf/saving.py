@@ -303,7 +303,7 @@ def values_of(store: Any, full_shapes: Callable[[], AbstractContextManager[None]
             return store.gather(tensor)
         return tensor.detach()
 
-    return Values(store.whole_shape, read, full_shapes)
+    return Values(store.full_shape, read, full_shapes)
 
 
 def values_in_memory(full_shapes: Callable[[], AbstractContextManager[None]]) -> Values:
