@@ -118,11 +118,19 @@ def replacing(path: Path, durable: bool = True) -> Iterator[Path]:
     try:
         yield temporary
         if durable:
-            with temporary.open("rb") as file:
-                os.fsync(file.fileno())
+            sync(temporary)
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def sync(path: Path) -> None:
+    """Return when the content of a file, or the names in a folder, are on disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def is_possible(path: Path) -> bool:

@@ -45,7 +45,7 @@ from alpa_strategy.ir.graph import (
 )
 from alpa_strategy.ir.op import AxisStrategy, OpCall, TensorMeta, aten_name, bind, rebuild
 from alpa_strategy.ir.per_rank import per_rank_call
-from alpa_strategy.sharding.rule_families import RESHAPES
+from alpa_strategy.sharding.rule_families import is_reshape
 from alpa_strategy.sharding.rule_table import is_pointwise
 from alpa_strategy.sharding.strategies import (
     SIZE_ARGUMENT,
@@ -79,7 +79,7 @@ def merge_ranks(
 
     Args:
         step: captured on the batch of one rank.
-        num_ranks: ranks that load batches, all of the same shapes.
+        num_ranks: ranks that load batches, all of the same shapes; at least 2.
         synced: paths of the BatchNorms whose statistics are those of all ranks' samples
             (SyncBatchNorm).
 
@@ -87,8 +87,6 @@ def merge_ranks(
         A step with `batch_scope="rank"` at the shapes of all batches together. Its `of_ranks` tells
         which values of the output and of records belong to single ranks.
     """
-    if num_ranks == 1:
-        return step
     return _Merger(step, num_ranks, synced).merged()
 
 
@@ -251,8 +249,7 @@ class _Merger:
     def _reshaped(self, op: Op, states: list[Merged]) -> list[Merged] | None:
         """Write a view that may merge or split dims."""
         call = op.call
-        is_view = aten_name(call.target) in RESHAPES and call.target._overloadname != "dtype"
-        if not is_view or len(states) != 1:
+        if not is_reshape(call) or len(states) != 1:
             return None
         (state,) = states
         source = call.operands[0].shape
@@ -329,12 +326,7 @@ class _Merger:
         if aten_name(call.target) in SIZE_ARGUMENT:
             changes["size"] = results[0].shape
         merged = rebuild(call, operands, results, changes)
-        try:
-            inferred, _ = infer(replace(merged, results=()))
-        # The op may refuse these shapes, in any way: then it runs for each rank.
-        except Exception:
-            return None
-        return merged if inferred.results == results else None
+        return merged if _gives_its_results(merged) else None
 
     def _is_proven(self, merged: OpCall, call: OpCall, strategy: AxisStrategy) -> bool:
         """Whether a rule shards the merged call over the ranks, and a rank's shard is `call`."""
@@ -371,13 +363,8 @@ class _Merger:
         (result,) = call.results
         expected = result.with_shape((self.num_ranks, *result.shape))
         merged = replace(call, operands=metas, results=(expected,))
-        try:
-            inferred, _ = infer(replace(merged, results=()))
-        # For example an op that takes a tensor of one number only.
-        except Exception:
-            return None
-        # A number among the operands may promote dtypes otherwise than a vector.
-        if inferred.results != (expected,):
+        # An op may take a number only, and one among the operands may promote dtypes otherwise.
+        if not _gives_its_results(merged):
             return None
         (ref,) = self._append(merged, operands)
         return [self._flattened(ref)]
@@ -492,6 +479,16 @@ class _Proof:
 
     # Elements of operands that are repeated for each rank.
     repeated_elements: int
+
+
+def _gives_its_results(call: OpCall) -> bool:
+    """Whether the op takes operands of these shapes, and gives results of those in `call`."""
+    try:
+        inferred, _ = infer(replace(call, results=()))
+    # The op may refuse the shapes in any way: then it runs for each rank.
+    except Exception:
+        return False
+    return inferred.results == call.results
 
 
 def _with_explicit_size(call: OpCall) -> OpCall:

@@ -198,13 +198,20 @@ def is_metric(value: object) -> TypeGuard[Metric | MetricCollection]:
     return not {Metric, MetricCollection}.isdisjoint(type(value).__mro__)
 
 
-def outermost_metrics(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Torchmetrics objects of the tree by path, without those inside another one."""
+def outermost(
+    module: nn.Module, is_wanted: Callable[[nn.Module], bool]
+) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the submodules of a kind by path, without those inside another one."""
     inside: list[str] = []
-    for name, child in module.named_modules():
-        if is_metric(child) and not any(name.startswith(f"{p}.") for p in inside):
-            inside.append(name)
-            yield name, child
+    for path, child in module.named_modules():
+        if is_wanted(child) and not any(path.startswith(f"{outer}.") for outer in inside):
+            inside.append(path)
+            yield path, child
+
+
+def outermost_metrics(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the torchmetrics objects of the tree by path, without those inside another one."""
+    yield from outermost(module, is_metric)
 
 
 def class_attribute(owner: type, name: str) -> Any:

@@ -43,7 +43,7 @@ from alpa_strategy.checkpoint.tensors import (
 )
 from alpa_strategy.comm.collectives import Background, all_gather_object, on_all_ranks
 from alpa_strategy.errors import AlpaError, CheckpointError
-from alpa_strategy.files import is_possible, replacing, write_json
+from alpa_strategy.files import is_possible, replacing, sync, write_json
 
 # Stands in the marker file, for people who open it.
 TO_READ = (
@@ -243,7 +243,7 @@ def export_checkpoint(source: str | Path, target: str | Path, weights_only: bool
     try:
         with replacing(target) as temporary:
             torch.save(_mapped_tensors(checkpoint, target.parent), temporary)
-        _sync_folder(target.parent)
+        sync(target.parent)
     except OSError as error:
         raise CheckpointError(
             f"{target} cannot be written: {error}", "give a path with enough space"
@@ -292,7 +292,7 @@ def write_file(
         try:
             _check_replaceable(path)
             _write_beside(path, write)
-            _sync_folder(path.parent)
+            sync(path.parent)
         except AlpaError:
             raise
         except Exception as error:
@@ -359,8 +359,7 @@ def _write_beside(path: Path, write: Callable[[Path], None]) -> None:
     _LOCKS[staging] = _locked(staging)
     try:
         write(staging)
-        with staging.open("rb") as file:
-            os.fsync(file.fileno())
+        sync(staging)
         if path.is_dir() and not path.is_symlink():
             # A sharded checkpoint: a file cannot be renamed to a directory's name.
             _put_in_place(staging, path)
@@ -471,7 +470,7 @@ class _Writer(dcp.FileSystemWriter):
             "sums": checksums,
         }
         write_json(self._staging / COMPLETE, content)
-        _sync_folder(self._staging)
+        sync(self._staging)
         _put_in_place(self._staging, self._target)
 
 
@@ -553,7 +552,7 @@ def _put_in_place(staging: Path, target: Path) -> None:
         os.rename(target, old)
         os.rename(staging, target)
         _delete(old)
-    _sync_folder(target.parent)
+    sync(target.parent)
     _delete(staging)
 
 
@@ -585,12 +584,3 @@ def _delete(path: Path) -> None:
         shutil.rmtree(path)
     else:
         path.unlink(missing_ok=True)
-
-
-def _sync_folder(path: Path) -> None:
-    """Wait until the names in a folder are on disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -120,12 +120,3 @@ def write_tensor(path: Path, offset: int, tensor: Tensor) -> None:
         raise CheckpointError(f"{path} cannot be written: {error}", "free some space") from error
     finally:
         os.close(descriptor)
-
-
-def sync(path: Path) -> None:
-    """Return when what this process has written to the file is on disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -17,12 +17,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from alpa_strategy.capture.python_state import outermost
 from alpa_strategy.comm.collectives import broadcast_object, on_all_ranks, rank_in, world_size
 from alpa_strategy.errors import CheckpointError, RuntimeMismatchError, SetupError
+from alpa_strategy.files import sync
 from alpa_strategy.hf.lazy_state import FileContents, LazyState, ParameterSource
 from alpa_strategy.hf.libraries import library
 from alpa_strategy.hf.model_files import copy_processing_files, write_model_card
-from alpa_strategy.hf.safetensors_file import Layout, create, layout_of, sync, write_tensor
+from alpa_strategy.hf.safetensors_file import Layout, create, layout_of, write_tensor
 from alpa_strategy.hf.uploads import is_url, local_copy, upload
 
 # Files of weights of at most this size, unless the user gives another.
@@ -56,11 +58,10 @@ def hugging_face_model(module: nn.Module, name: str | None = None) -> nn.Module:
     if name is not None:
         return module.get_submodule(name)
 
-    models: dict[str, nn.Module] = {}
-    for path, child in module.named_modules():
-        is_inside = any(path.startswith(f"{outer}.") for outer in models)
-        if path and not is_inside and callable(getattr(child, "save_pretrained", None)):
-            models[path] = child
+    def has_save_pretrained(child: nn.Module) -> bool:
+        return child is not module and callable(getattr(child, "save_pretrained", None))
+
+    models = dict(outermost(module, has_save_pretrained))
     if len(models) == 1:
         return next(iter(models.values()))
 

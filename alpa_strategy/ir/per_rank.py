@@ -57,9 +57,9 @@ class PerRank(DerivedTarget):
         """Run the op for each rank, and stack the results."""
         return stacked_over_ranks(self.inner.call, operands, self.mapped, self.num_ranks)
 
-    def with_inner(self, inner: OpCall, num_ranks: int | None = None) -> "PerRank":
-        """Return the target that runs `inner` instead, for this many ranks (None: as many)."""
-        return PerRank(inner, self.mapped, num_ranks or self.num_ranks)
+    def with_inner(self, inner: OpCall) -> "PerRank":
+        """Return the target that runs `inner` instead."""
+        return PerRank(inner, self.mapped, self.num_ranks)
 
 
 def stacked_over_ranks(

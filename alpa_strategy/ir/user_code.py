@@ -7,7 +7,6 @@ import dis
 import functools
 import linecache
 import os
-import re
 import sys
 import sysconfig
 import types
@@ -246,21 +245,6 @@ def _contains(outer: Any, inner: Any) -> bool:
     outer_end = (outer.end_lineno, outer.end_col_offset)
     inner_end = (inner.end_lineno, inner.end_col_offset)
     return starts_inside and inner_end <= outer_end
-
-
-def names_set_from(function: types.FunctionType, source: re.Pattern[str]) -> set[str]:
-    """Return the attributes that `function` sets in lines with a name that matches `source`."""
-    lines: dict[int | None, list[dis.Instruction]] = {}
-    for instruction in dis.get_instructions(function.__code__):
-        line = instruction.positions.lineno if instruction.positions else None
-        lines.setdefault(line, []).append(instruction)
-
-    names_set: set[str] = set()
-    for instructions in lines.values():
-        mentions_source = any(source.search(str(x.argval)) for x in instructions)
-        if mentions_source:
-            names_set.update(x.argval for x in instructions if x.opname == "STORE_ATTR")
-    return names_set
 
 
 def reached_functions(functions: Iterable[Callable[..., Any]]) -> list[types.FunctionType]:

@@ -24,6 +24,7 @@ from alpa_strategy.comm.collectives import (
     all_gather_object,
     broadcast_object,
     broadcast_tensors,
+    world_size,
 )
 from alpa_strategy.cost.host import with_host
 from alpa_strategy.display.table import measured_line
@@ -143,6 +144,8 @@ class Run(ShardedRun):
         self._num_changes = 0
         # That change.
         self._numbers: list[Place] = []
+        # Whether ranks have batches, and so buffers, of their own.
+        self._follows_buffers = job.options.rows == "rank" and world_size(job.group) > 1
         # Of the module's buffers after the last step.
         self._buffer_versions: list[tuple[int, int]] = []
         self._step_starts: list[float] = []
@@ -176,7 +179,8 @@ class Run(ShardedRun):
         values = step_effects.of_this_rank(step, values)
         step_effects.verify(step, values)
         step_effects.write_buffers(self.module, step, values)
-        self._buffer_versions = _versions(self.module)
+        if self._follows_buffers:
+            self._buffer_versions = _versions(self.module)
         # A validation may have set another (`self.phase = "train"`).
         for each in step.stored:
             each.namespace[each.name] = each.value
@@ -334,9 +338,7 @@ class Run(ShardedRun):
 
         Steps leave the same buffers on every rank.
         """
-        if self._job.options.rows == "global":
-            return False
-        return self._buffer_versions != _versions(self.module)
+        return self._follows_buffers and self._buffer_versions != _versions(self.module)
 
     def _fitting(
         self, steps: Sequence[CapturedStep], batch: Any, batch_idx: int

@@ -19,7 +19,7 @@ from alpa_strategy.capture import ops
 from alpa_strategy.ir.op import AxisStrategy, OpCall, Slot, aten_name, bind, slots
 from alpa_strategy.ir.per_rank import PerRank
 from alpa_strategy.ir.placement import INVARIANT, PARTIAL, DualPlacement, shard
-from alpa_strategy.sharding.rule_families import RESHAPES, broadcast_dim
+from alpa_strategy.sharding.rule_families import RESHAPES, broadcast_dim, is_reshape
 from alpa_strategy.sharding.rule_table import added_operand, depends_on_rules
 from alpa_strategy.sharding.strategies import axis_strategies, localize
 
@@ -191,8 +191,7 @@ def view_for_result(
     call: OpCall, want: MicrobatchPlacement, num_parts: int
 ) -> tuple[TimeStrategy, ...]:
     """Return the way to run a view whose result has the placement `want`; none for other ops."""
-    is_view = regroups_dims(call) and call.target._overloadname != "dtype"
-    if not is_view or want.kind != "rows" or len(call.operands) != 1:
+    if not is_reshape(call) or want.kind != "rows" or len(call.operands) != 1:
         return ()
     # The view back gives the operand of the result.
     states = _viewed(call.results[0].shape, call.operands[0].shape, want, num_parts)
@@ -446,7 +445,7 @@ def _view_outputs(
     first = states[0]
     if first.kind != "rows":
         return None
-    if name in RESHAPES and len(states) == 1 and call.target._overloadname != "dtype":
+    if is_reshape(call) and len(states) == 1:
         return _viewed(call.operands[0].shape, call.results[0].shape, first, num_parts)
 
     takes_slices = name in (*SPLITS, "slice", "narrow")

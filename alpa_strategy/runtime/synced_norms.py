@@ -1,6 +1,6 @@
 """SyncBatchNorm on any device, in eager steps.
 
-Captured steps need none of this: their statistics are those of the global batch.
+Captured steps need none of this: `capture/merge_ranks.py` writes such a norm over all samples.
 """
 
 from collections.abc import Callable

@@ -24,6 +24,7 @@ from alpa_strategy.ir.op import (
     InnerCollective,
     OpCall,
     Slot,
+    aten_name,
     bind,
     dims_of,
     flat_tensor_arguments,
@@ -163,6 +164,7 @@ def elementwise_loss(call: OpCall) -> RuleMatch:
 
 DimGroup = tuple[tuple[int, ...], tuple[int, ...]]
 
+
 # Ops (without namespace and overload) that give a tensor another shape and nothing else.
 RESHAPES = (
     "view",
@@ -182,6 +184,14 @@ RESHAPES = (
     "atleast_2d",
     "atleast_3d",
 )
+
+
+def is_reshape(call: OpCall) -> bool:
+    """Whether the call is a view that may merge or split dims, and leaves the elements as they are.
+
+    `view.dtype` changes them.
+    """
+    return aten_name(call.target) in RESHAPES and call.target._overloadname != "dtype"
 
 
 @cache

@@ -30,7 +30,7 @@ from alpa_strategy.ir.placement import INVARIANT, DualLayout, value_layout
 from alpa_strategy.sharding.functions import elementwise_dims, may_draw
 from alpa_strategy.sharding.notation import RuleMatch, repeated_strategy, to_strategies
 from alpa_strategy.sharding.per_rank import per_rank_match
-from alpa_strategy.sharding.rule_families import RESHAPES
+from alpa_strategy.sharding.rule_families import is_reshape
 from alpa_strategy.sharding.rule_table import depends_on_rules, rule_of
 from alpa_strategy.units import format_bytes, format_seconds
 
@@ -194,8 +194,8 @@ def _local_call(
         return _local_per_rank(call, operands, results)
     name = aten_name(call.target)
     # Views become reshapes to the local result's shape: right for any strides, and for dims whose
-    # local size is 1. view.dtype changes the elements.
-    if name in RESHAPES and call.target._overloadname != "dtype":
+    # local size is 1.
+    if is_reshape(call):
         source = next(a for a in bind(call).values() if isinstance(a, Slot))
         return OpCall(aten.reshape.default, (source, results[0].shape), (), operands, results)
     changes: dict[str, Any] = {}
