@@ -184,7 +184,7 @@ class PlanRuns:
         return Outcome("equal", "", runs[0]["plan"], pipeline)
 
     def reference(self, case: Case, ranks: int, parts: int) -> dict[str, Any]:
-        """One process's training on the rows of all ranks, in so many parts."""
+        """One process's training on the rows of all ranks, which accumulates over `parts`."""
         key = (case.model, str(case.kwargs), ranks, case.steps, case.clip, case.accumulate, parts)
         if key not in self._references:
             arguments = (

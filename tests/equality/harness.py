@@ -253,8 +253,8 @@ def assert_trains_as_plain(
         scope: "global" or "rank".
         world_size: ranks of the run.
         has_batch_norm: whether the model has BatchNorm.
-        plain: makes the plain Trainer's run whose samples are ordered as those of so many ranks,
-            and which accumulates gradients over so many parts of a batch.
+        plain: makes the plain Trainer's run, called with the number of ranks whose samples it
+            takes one after the other, and of the parts that it accumulates gradients over.
         samples: of all ranks in a step.
     """
     num_parts = world_size if scope == "rank" else 1
