@@ -21,6 +21,7 @@ PLANS = {
     "zero3": {"parallel": "zero3"},
     "tensor": {"parallel": "tensor"},
     "stages": {"num_stages": 2},
+    "microbatches": {"num_stages": 2, "num_microbatches": 2},
 }
 
 
