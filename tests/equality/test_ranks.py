@@ -55,8 +55,14 @@ class Recorder(pl.Callback):
         self.logs.append({name: float(value) for name, value in trainer.callback_metrics.items()})
 
 
-def train(name: str, strategy: dict[str, Any] | None, root: str) -> dict[str, Any]:
-    """Train a program under DDP (`strategy` is None) or Alpa; return what this rank sees."""
+def train(
+    name: str, strategy: dict[str, Any] | None, root: str, accumulate: int = 1
+) -> dict[str, Any]:
+    """Train a program under DDP (`strategy` is None) or Alpa; return what this rank sees.
+
+    Args:
+        accumulate: `accumulate_grad_batches`.
+    """
     from alpa_strategy import AlpaStrategy
     from alpa_strategy.comm.collectives import world_size
 
@@ -73,6 +79,7 @@ def train(name: str, strategy: dict[str, Any] | None, root: str) -> dict[str, An
         devices=world_size(),
         strategy="ddp" if strategy is None else AlpaStrategy(**strategy),
         use_distributed_sampler=False,
+        accumulate_grad_batches=accumulate,
         callbacks=[recorder],
         default_root_dir=root,
         **QUIET,
@@ -91,13 +98,13 @@ def train(name: str, strategy: dict[str, Any] | None, root: str) -> dict[str, An
 
 @pytest.fixture(scope="session")
 def under_ddp(pool, tmp_path_factory):
-    runs: dict[tuple[str, int], list[dict[str, Any]]] = {}
+    runs: dict[tuple[str, int, int], list[dict[str, Any]]] = {}
 
-    def get(name: str, num_ranks: int) -> list[dict[str, Any]]:
-        key = (name, num_ranks)
+    def get(name: str, num_ranks: int, accumulate: int = 1) -> list[dict[str, Any]]:
+        key = (name, num_ranks, accumulate)
         if key not in runs:
             root = str(tmp_path_factory.mktemp("ddp"))
-            runs[key] = pool.run(num_ranks, train, name, None, root)
+            runs[key] = pool.run(num_ranks, train, name, None, root, accumulate)
         return runs[key]
 
     return get
@@ -120,6 +127,17 @@ def test_two_ranks(pool, under_ddp, tmp_path, name, plan):
     strategy = {**PLANS[plan], "cluster": "pcie_8gpu", "plan_dir": str(tmp_path)}
     runs = pool.run(2, train, name, strategy, str(tmp_path))
     for rank, (run, reference) in enumerate(zip(runs, under_ddp(name, 2), strict=True)):
+        assert not run["is_eager"]
+        assert_same(run, reference, rank)
+
+
+@pytest.mark.parametrize("plan", ["data", "zero3", "tensor"])
+@pytest.mark.parametrize("name", ["BatchNorms", "Recurrent"])
+def test_accumulated_batches(pool, under_ddp, tmp_path, name, plan):
+    """Buffers of ranks go on by themselves until gradients are averaged."""
+    strategy = {**PLANS[plan], "cluster": "pcie_8gpu", "plan_dir": str(tmp_path)}
+    runs = pool.run(2, train, name, strategy, str(tmp_path), 2)
+    for rank, (run, reference) in enumerate(zip(runs, under_ddp(name, 2, 2), strict=True)):
         assert not run["is_eager"]
         assert_same(run, reference, rank)
 
