@@ -10,12 +10,13 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from equality.rank_programs import PROGRAMS
+from equality.programs import MORE_PROGRAMS, PROGRAMS
 from quiet import QUIET
 from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader, Dataset
 
 STEPS = 5
+ALL = {**PROGRAMS, **MORE_PROGRAMS}
 PLANS = {
     "data": {"parallel": "data"},
     "zero3": {"parallel": "zero3"},
@@ -69,7 +70,7 @@ def train(
     torch.manual_seed(7)
     torch.set_default_dtype(torch.float64)
     try:
-        module = PROGRAMS[name]()
+        module = ALL[name]()
     finally:
         torch.set_default_dtype(torch.float32)
     recorder = Recorder()
@@ -84,7 +85,7 @@ def train(
         default_root_dir=root,
         **QUIET,
     )
-    data = Batches(PROGRAMS[name], torch.distributed.get_rank())
+    data = Batches(ALL[name], torch.distributed.get_rank())
     trainer.fit(module, DataLoader(data, batch_size=data.size, collate_fn=data.collate))
     plan = getattr(trainer.strategy, "plan", None)
     return {
@@ -153,4 +154,15 @@ def test_four_ranks(pool, under_ddp, tmp_path, name):
     runs = pool.run(4, train, name, strategy, str(tmp_path))
     for rank, (run, reference) in enumerate(zip(runs, under_ddp(name, 4), strict=True)):
         assert not run["is_eager"]
+        assert_same(run, reference, rank)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("name", MORE_PROGRAMS)
+def test_more_programs(pool, under_ddp, tmp_path, record_property, name, plan):
+    strategy = {**PLANS[plan], "cluster": "pcie_8gpu", "plan_dir": str(tmp_path)}
+    runs = pool.run(2, train, name, strategy, str(tmp_path))
+    record_property("is_captured", not runs[0]["is_eager"])
+    for rank, (run, reference) in enumerate(zip(runs, under_ddp(name, 2), strict=True)):
         assert_same(run, reference, rank)
