@@ -14,8 +14,12 @@ from lightning import seed_everything
 from rich.text import Text
 
 from alpa_strategy.checkpoint.saving import export_checkpoint
+from alpa_strategy.commands import compare as compare_command
+from alpa_strategy.commands import diff as diff_command
 from alpa_strategy.commands import plan as plan_command
 from alpa_strategy.commands import show as show_command
+from alpa_strategy.commands import whatif as whatif_command
+from alpa_strategy.commands import why as why_command
 from alpa_strategy.commands.recipe_task import PLAN_KEYS
 from alpa_strategy.display.console import make_console
 from alpa_strategy.display.op_table import op_data, op_rows, op_table
@@ -99,6 +103,13 @@ def _parser() -> argparse.ArgumentParser:
     show_command.add_arguments(show)
     show.set_defaults(run=show_command.run)
 
+    why_help = "what other layouts of a parameter or op would cost, and what binds it"
+    why = commands.add_parser("why", help=why_help, description=f"Print {why_help}.")
+    why_command.add_arguments(why)
+    why.set_defaults(run=why_command.run)
+
+    _add_questions(commands)
+
     ops_help = "how ops may be sharded: rules in index notation, and how these were proved"
     ops = commands.add_parser("ops", help=ops_help)
     _add_ops_arguments(ops)
@@ -109,6 +120,25 @@ def _parser() -> argparse.ArgumentParser:
     _add_export_arguments(export)
     export.set_defaults(run=_export)
     return parser
+
+
+def _add_questions(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Add the commands that plan once more, or compare plans."""
+    whatif_help = "plan with another cluster, batch or model, and print what changes and why"
+    whatif = commands.add_parser("whatif", help=whatif_help)
+    _add_recipe_arguments(whatif, "plan.parallel=tensor", (*PLAN_KEYS, *KEYS))
+    whatif_command.add_arguments(whatif)
+    whatif.set_defaults(run=whatif_command.run)
+
+    diff = commands.add_parser("diff", help="print what differs between two stored plans")
+    diff_command.add_arguments(diff)
+    diff.set_defaults(run=diff_command.run)
+
+    compare_help = "plan a recipe on several clusters or under several named plans: time, memory"
+    compare = commands.add_parser("compare", help=f"{compare_help}, cost")
+    _add_recipe_arguments(compare, "data.batch_size=8", (*PLAN_KEYS, *KEYS))
+    compare_command.add_arguments(compare)
+    compare.set_defaults(run=compare_command.run)
 
 
 def _add_recipe_arguments(

@@ -65,6 +65,8 @@ LAZY_FILES = {
     "cli.py": "each subcommand imports the folders that `import alpa_strategy` leaves out",
     "commands/plan.py": _NO_PLANNER,
     "commands/recipe_task.py": _NO_PLANNER,
+    "commands/whatif.py": _NO_PLANNER,
+    "commands/why.py": _NO_PLANNER,
     "lightning/job.py": _FIRST_STEP,
     "lightning/planning.py": "the planner is imported where a plan is made, not for a stored one",
     "lightning/session.py": _FIRST_STEP,

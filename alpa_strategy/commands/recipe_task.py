@@ -21,12 +21,14 @@ from lightning.pytorch.plugins.precision import (
 from alpa_strategy.cluster.spec import ClusterSpec
 from alpa_strategy.display.progress import Progress
 from alpa_strategy.errors import OptionError, check_names
+from alpa_strategy.ir.plan import Plan
 from alpa_strategy.lightning.job import compiled_by_user
 from alpa_strategy.lightning.master_weights import with_masters
 from alpa_strategy.options import Limits, PlanOptions
 from alpa_strategy.partial_results import NOT_STORED, PartialResults
 from alpa_strategy.planner.eager_plan import eager_option
-from alpa_strategy.recipe import KEYS, Recipe, build_data, build_model
+from alpa_strategy.planner.task import PlanTask
+from alpa_strategy.recipe import KEYS, Recipe, build_data, build_model, load_recipe
 
 if TYPE_CHECKING:
     from alpa_strategy.planner.planner import CapturedTask
@@ -62,6 +64,23 @@ def captured_recipe(
         return captured_task(
             model, batch, cluster, options, optimizer, progress, context, None, results
         )
+
+
+def planned_recipe(
+    name: str, cluster: ClusterSpec, overrides: Sequence[str], progress: Progress
+) -> tuple[Plan, PlanTask]:
+    """Return the plan of a recipe with `overrides` on `cluster`, and its task.
+
+    Raises:
+        AlpaError: the recipe cannot be read, or nothing fits.
+    """
+    from alpa_strategy.planner.planner import plan_captured
+
+    recipe = load_recipe(name, overrides)
+    check_plannable(recipe)
+    captured = captured_recipe(recipe, cluster, progress)
+    with rare_collections():
+        return plan_captured(captured), captured.task
 
 
 def check_plannable(recipe: Recipe) -> None:

@@ -5,10 +5,12 @@ A stage that recomputes gets the recompute segments that need the least memory.
 """
 
 import math
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
+
+import numpy as np
 
 from alpa_strategy.errors import DoesNotFitError, PlanError
 from alpa_strategy.inter_op.equal_layers import structure
@@ -320,6 +322,30 @@ class StageSolver:
         if fitted.solution.seconds >= cutoff:
             raise NoCheaperSolution
         return self._solved(priced, fitted)
+
+    def pinned(self, priced: PricedStage, choice: int, strategies: Sequence[int]) -> PricedStage:
+        """Return the stage with one of its choices pinned.
+
+        Args:
+            priced: the stage.
+            choice: index of a parameter or op in `priced.intra.problem.choices`.
+            strategies: the only ones that it may have.
+        """
+
+        def pin(intra: IntraOp) -> IntraOp:
+            choices = list(intra.problem.choices)
+            cost = np.full_like(choices[choice].cost, np.inf, dtype=float)
+            cost[list(strategies)] = choices[choice].cost[list(strategies)]
+            choices[choice] = replace(choices[choice], cost=cost)
+            problem = replace(intra.problem, choices=tuple(choices))
+            return replace(intra, problem=problem, unrestricted=intra.unrestricted or intra.problem)
+
+        pinned = priced.changed(pin)
+        problem = pinned.intra.problem
+        if not self.job.is_whole_batch:
+            count = self.job.num_microbatches
+            problem = weighted(pinned.finest, count, 1, priced.request.remat)
+        return replace(pinned, free=self._free_layouts(problem))
 
     def laid_out(self, priced: PricedStage, solution: Solution) -> SolvedStage:
         """Return the stage with an assignment of `priced.finest` that was computed elsewhere,

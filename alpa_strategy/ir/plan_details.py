@@ -5,21 +5,23 @@ Plan files have the decisions alone. These details follow from them and from the
 questioned where the model is not.
 """
 
+import gzip
 import hashlib
 import json
+import zlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from alpa_strategy.errors import PlanError
-from alpa_strategy.files import BadFileError, read_json, write_json
+from alpa_strategy.files import MAX_BYTES, parse_json, replacing
 from alpa_strategy.ir import plan_file
 from alpa_strategy.ir.plan import Plan, StagePlan
 
 # Of the details file. A file of another version is ignored.
 DETAILS_VERSION = 1
 
-SUFFIX = ".details.json"
+SUFFIX = ".details.gz"
 
 
 @dataclass(frozen=True)
@@ -197,6 +199,53 @@ class Origin:
 
 
 @dataclass(frozen=True)
+class LayoutChoice:
+    """One layout of a parameter or op, with the best layouts of all others around it."""
+
+    # Storage placements, or one strategy per mesh axis joined by ` | `.
+    layout: str
+
+    # Of the plan's step; None if no layouts with it fit into memory.
+    seconds: float | None
+
+    # Of the stage's step, and of that compute and communication.
+    stage_seconds: float = 0.0
+    compute_seconds: float = 0.0
+    communication_seconds: float = 0.0
+
+    # Peak bytes of a device of the stage.
+    num_bytes: int = 0
+
+    # Number of other parameters and ops whose layouts would change, and the first of them.
+    num_changes: int = 0
+    changes: tuple[str, ...] = ()
+
+    # Why it does not fit.
+    problem: str = ""
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """Why a parameter or op has its layout (`planner/explain.py`)."""
+
+    name: str
+
+    # `parameter` or `op`
+    kind: str
+
+    # Index of its stage.
+    stage: int
+
+    chosen: LayoutChoice
+
+    # All other layouts, the cheapest first.
+    choices: tuple[LayoutChoice, ...]
+
+    # Sentences: what the next best costs, what binds it, what would have to change.
+    reasons: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class PlanDetails:
     """The details of all stages, and what is known of the devices."""
 
@@ -215,10 +264,15 @@ class PlanDetails:
 
     origin: Origin | None = None
 
+    # Answers that were computed so far.
+    explanations: tuple[Explanation, ...] = ()
+
     def save(self, path: Path) -> None:
         """Write the details file, atomically."""
         data = plan_file.to_json_data(PlanDetails, self)
-        write_json(path, {"details_version": DETAILS_VERSION, **data})
+        text = json.dumps({"details_version": DETAILS_VERSION, **data})
+        with replacing(path) as temporary:
+            temporary.write_bytes(gzip.compress(text.encode(), mtime=0))
 
     @classmethod
     def load(cls, path: Path) -> "PlanDetails":
@@ -228,8 +282,10 @@ class PlanDetails:
             PlanError: it cannot be read, or is of another version.
         """
         try:
-            data: Any = read_json(path)
-        except (OSError, BadFileError) as error:
+            with gzip.open(path) as file:
+                text = file.read(MAX_BYTES).decode()
+            data: Any = parse_json(text)
+        except (OSError, EOFError, ValueError, zlib.error) as error:
             raise PlanError(f"the details {path} cannot be read: {error}", _FIX) from error
         version = plan_file.checked(data, dict, "details").get("details_version")
         if version != DETAILS_VERSION:
@@ -248,7 +304,7 @@ def plan_digest(plan: Plan) -> str:
 
 
 def details_path(plan_path: str | Path) -> Path:
-    """Return the path of the details of a plan file: `plan.details.json` beside `plan.json`."""
+    """Return the path of the details of a plan file: `plan.details.gz` beside `plan.json`."""
     path = Path(plan_path)
     return path.with_name(path.name.removesuffix(".json") + SUFFIX)
 

@@ -61,7 +61,26 @@ def page_model(plan: Plan, details: PlanDetails | None = None, name: str = "") -
         "groups": equal_stages(plan),
         "stages": stages,
         "timeline": _timeline(plan),
+        "explanations": _explanations(details),
     }
+
+
+def _explanations(details: PlanDetails | None) -> dict[str, Any]:
+    """Return the answers that are stored, by name of the parameter or op."""
+    answers: dict[str, Any] = {}
+    for answer in details.explanations if details is not None else ():
+        choices = []
+        for choice in (answer.chosen, *answer.choices):
+            choices.append(
+                {
+                    "layout": choice.layout,
+                    "seconds": _finite(choice.seconds),
+                    "bytes": choice.num_bytes,
+                    "problem": choice.problem,
+                }
+            )
+        answers[answer.name] = {"choices": choices, "reasons": list(answer.reasons)}
+    return answers
 
 
 def _title(plan: Plan) -> str:

@@ -108,10 +108,16 @@ def stage_problems(task: PlanTask, plan: Plan) -> Iterator[tuple[StagePlan, Assi
             intra = stage_build(part, stage_tables, stage.recompute_per_microbatch)
         else:
             intra = build(graph, stage_tables)
-        yield stage, _assigned(intra, stage)
+        begins = task.options.accumulate_grad_batches == 1 and not plan.is_pipelined
+        yield stage, _assigned(intra, stage, begins)
 
 
-def _assigned(intra: IntraOp, stage: StagePlan) -> AssignedStage:
+def _assigned(intra: IntraOp, stage: StagePlan, begins: bool) -> AssignedStage:
+    """Return a stage's problem with the plan's layouts.
+
+    Args:
+        begins: gradients are made, not added to earlier ones.
+    """
     on_host = frozenset(name for name, plan in stage.parameter_plans.items() if plan.on_host)
     starts = (0, *(cut - stage.ops[0] for cut in stage.recompute_splits))
     intra = RematSpans(intra, starts).split()
@@ -119,7 +125,7 @@ def _assigned(intra: IntraOp, stage: StagePlan) -> AssignedStage:
         intra = memory_choices.with_offload(intra, on_host)
     assignment = _assignment(intra, stage)
     problem = take_apart(intra, starts)
-    working = working_bytes(intra, assignment)
+    working = working_bytes(intra, assignment, begins)
     return AssignedStage(problem, assignment, cost_of(problem, assignment, working))
 
 

@@ -5,7 +5,6 @@ from pathlib import Path
 
 from alpa_strategy.errors import PlanError
 from alpa_strategy.ir.plan import Fingerprint, Plan
-from alpa_strategy.ir.plan_details import SUFFIX
 
 
 class PlanStore:
@@ -44,8 +43,6 @@ class PlanStore:
             return f"the stored plan {self.path(fingerprint)} cannot be used"
         differences: list[list[str]] = []
         for path in sorted(self.folder.glob("*.json")):
-            if path.name.endswith(SUFFIX):
-                continue
             plan = self._load(path)
             if plan is not None:
                 differences.append(plan.fingerprint.differences(fingerprint))

@@ -47,13 +47,19 @@
     return el("div", { class: "command" }, el("code", {}, text), copy);
   }
 
+  const more = (seconds) => (Math.abs(seconds) < 1e-12 ? "the same" : `${seconds < 0 ? "−" : "+"} ${alpa.seconds(Math.abs(seconds))}`);
+
   function alternatives(plan, of) {
     const nodes = [el("h3", {}, "The next best choices")];
-    if (of.choices && of.choices.length) {
-      nodes.push(alpa.table(["layout", "#step", "#more", "#memory"], of.choices.map((choice) => [
-        el("span", { class: "badge" }, choice.layout), choice.seconds === null ? "does not fit" : alpa.seconds(choice.seconds),
-        choice.seconds === null ? "" : `+ ${alpa.seconds(choice.seconds - of.chosenSeconds)}`,
-        choice.bytes === null ? "" : alpa.bytes(choice.bytes)])));
+    const answer = plan.explanations[of.name];
+    if (answer) {
+      const [chosen] = answer.choices;
+      nodes.push(alpa.table(["layout", "#step", "#more", "#memory"], answer.choices.map((choice) => [
+        el("span", {}, el("span", { class: "badge" }, choice.layout), choice === chosen ? " the plan's" : ""),
+        choice.seconds === null ? el("span", { title: alpa.text(choice.problem) }, "does not fit") : alpa.seconds(choice.seconds),
+        choice.seconds === null || choice === chosen ? "" : more(choice.seconds - chosen.seconds),
+        choice.seconds === null ? "" : alpa.bytes(choice.bytes)])),
+      el("ul", { class: "findings" }, answer.reasons.map((reason) => el("li", {}, alpa.text(reason)))));
     } else {
       nodes.push(el("p", { class: "soft" }, "The planner answers this by solving the plan once more with each of them pinned:"));
       nodes.push(command(`alpa why ${plan.name || "plan.json"} '${alpa.text(of.name)}'`));
