@@ -36,6 +36,7 @@ from alpa_strategy.display.progress import Progress, peak_rss_bytes
 from alpa_strategy.display.table import plan_html, plan_svg, plan_table, plan_timing, tune_table
 from alpa_strategy.errors import AlpaError, CheckpointError, OptionError, check_names, printable
 from alpa_strategy.files import RECIPES, is_possible, shipped_folder
+from alpa_strategy.fit.command import add_fit_arguments, is_by_name, plan_by_name
 from alpa_strategy.ir.plan import Plan
 from alpa_strategy.lightning.job import compiled_by_user
 from alpa_strategy.lightning.master_weights import with_masters
@@ -133,6 +134,7 @@ def _parser() -> argparse.ArgumentParser:
     example = "cluster.num_nodes=2 plan.parallel=tensor data.batch_size=8"
     _add_recipe_arguments(plan, example, (*PLAN_KEYS, *KEYS))
     _add_plan_arguments(plan)
+    add_fit_arguments(plan)
     plan.set_defaults(run=_plan)
 
     show = commands.add_parser("show", help="show a stored plan")
@@ -310,6 +312,8 @@ def _plan(arguments: argparse.Namespace) -> int:
 
     to_cluster, overrides = _split_overrides(arguments.overrides)
     cluster = ClusterSpec.load(arguments.cluster, to_cluster)
+    if is_by_name(arguments.recipe):
+        return _stored(arguments, plan_by_name(arguments, cluster, overrides))
     console = make_console()
 
     recipe = load_recipe(arguments.recipe, overrides)
@@ -339,10 +343,15 @@ def _plan(arguments: argparse.Namespace) -> int:
     usable_bytes = options.usable_bytes(cluster.device.memory_bytes)
     console.print(plan_table(plan, memory_limit=usable_bytes))
     console.print(plan_timing(plan, peak_rss_bytes()))
+    return _stored(arguments, plan)
+
+
+def _stored(arguments: argparse.Namespace, plan: Plan) -> int:
+    """Store the plan if a file is given; return the exit code."""
     if arguments.output:
         with _writing(arguments.output):
             plan.save(arguments.output)
-        console.print(plain(f"plan stored in {arguments.output}"))
+        make_console().print(plain(f"plan stored in {arguments.output}"))
     return 0
 
 
