@@ -259,6 +259,18 @@ def working_bytes(intra: IntraOp, assignment: Sequence[int], begins: bool = Fals
     return largest_op + 2 * largest_gather + fetched_bytes(intra, assignment)
 
 
+def parameter_bytes(intra: IntraOp, assignment: Sequence[int]) -> dict[str, float]:
+    """Return the bytes of `weights`, `gradients` and `state` of all parameters on a device."""
+    totals = {"weights": 0.0, "gradients": 0.0, "state": 0.0}
+    for options, k in zip(intra.parameters, assignment, strict=False):
+        weights = float(options.weight_bytes[k])
+        state = float(options.state_bytes[k])
+        totals["weights"] += weights
+        totals["state"] += state
+        totals["gradients"] += float(options.num_bytes[k]) - weights - state
+    return totals
+
+
 def read_last(intra: IntraOp) -> list[list[int]]:
     """Return, per op, the parameters that no later op reads: its backward makes the first of their
     gradients.
