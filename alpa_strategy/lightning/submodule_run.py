@@ -303,7 +303,7 @@ class Program:
         self.path = call.path
         self._step = call.step
         self._output = call.output
-        self._run = runtime.training_program(call.step, plan)
+        self._program = runtime.training_program(call.step, plan)
         self._device = runtime.store.device.type
         self._key = shape_key(call.given)
         self._trained = _trained(call.given)
@@ -328,7 +328,7 @@ class Program:
         with torch._C.DisableTorchFunction(), torch.autocast(self._device, enabled=False):
             batch = pytree.tree_map_only(Tensor, Tensor.contiguous, [self._before, given])
             leaves = pytree.tree_leaves(batch)
-            return materialize_output(self._output, self._run(leaves, {}))
+            return materialize_output(self._output, self._program.run(leaves, {}))
 
 
 def _trained(given: Any) -> set[int]:

@@ -16,6 +16,7 @@ from alpa_strategy.errors import PlanError
 from alpa_strategy.ir.graph import Op, StepGraph
 from alpa_strategy.ir.op import OpCall, Slot, TensorMeta
 from alpa_strategy.ir.per_rank import PerRank
+from alpa_strategy.microbatch.first_rank_buffers import with_first_rank_buffers
 from alpa_strategy.microbatch.rules import SUM, WHOLE, MicrobatchPlacement, local_call
 from alpa_strategy.microbatch.states import States, Use, find_states
 from alpa_strategy.sharding.strategies import is_random
@@ -68,6 +69,8 @@ class MicroStep:
 def microbatch(step: StepGraph, num_microbatches: int, num_ranks: int = 1) -> MicroStep:
     """Split `step` into micro-batches whose losses and gradients sum to those of the step.
 
+    Buffers get the updates of rank 0 (`with_first_rank_buffers`).
+
     Micro-batch m has chunk m of every rank's samples. There are two exceptions to exactness, as in
     plain gradient accumulation: BatchNorm takes its statistics per micro-batch, and dropout draws
     other numbers than in one batch.
@@ -80,6 +83,7 @@ def microbatch(step: StepGraph, num_microbatches: int, num_ranks: int = 1) -> Mi
         PlanError: the samples cannot be split equally, or an op that the loss depends on combines
             samples of several micro-batches.
     """
+    step = with_first_rank_buffers(step)
     if num_microbatches == 1:
         graph = step.bare(step.escaping, step.loss)
         return MicroStep(1, graph, states=dict.fromkeys(step.escaping, WHOLE))
