@@ -14,6 +14,12 @@ PLANS = {
     "zero1": {"parallel": "zero1"},
     "zero2": {"parallel": "zero2"},
     "zero3": {"parallel": "zero3"},
+    "tensor": {"parallel": "tensor"},
+    "stages": {"num_stages": 2, "num_microbatches": 2},
+}
+PLANS_OF_FOUR = {
+    "zero3 x tensor": {"parallel": ("zero3", "tensor"), "logical_mesh": (2, 2)},
+    "stages of zero2": {"num_stages": 2, "num_microbatches": 2, "parallel": "zero2"},
 }
 
 
@@ -41,11 +47,27 @@ def one_device(pool):
     return get
 
 
+def model_for(optimizer: str) -> str:
+    """Adafactor makes steps of rounding errors where a gradient is zero (GPT's bias of a key), and
+    scales a tensor's step by its norm.
+    """
+    return "llama" if optimizer == "adafactor" else "gpt"
+
+
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_two_ranks(pool, one_device, tmp_path, optimizer: str, plan: str) -> None:
     strategy = {**PLANS[plan], "cluster": "pcie_8gpu", "plan_dir": str(tmp_path)}
-    for run in pool.run(2, train, "gpt", optimizer, strategy, 2):
-        assert_same(run, one_device("gpt", optimizer, 2))
-        if plan == "zero3":
+    model = model_for(optimizer)
+    for run in pool.run(2, train, model, optimizer, strategy, 2):
+        assert_same(run, one_device(model, optimizer, 2))
+        if plan in ("zero3", "tensor"):
             assert any(modes.startswith("S") for modes in run["modes"].values())
+
+
+@pytest.mark.parametrize("plan", PLANS_OF_FOUR)
+@pytest.mark.parametrize("optimizer", ["muon", "shampoo"])
+def test_four_ranks(pool, one_device, tmp_path, optimizer: str, plan: str) -> None:
+    strategy = {**PLANS_OF_FOUR[plan], "cluster": "pcie_8gpu", "plan_dir": str(tmp_path)}
+    for run in pool.run(4, train, "gpt", optimizer, strategy, 4):
+        assert_same(run, one_device("gpt", optimizer, 4))
