@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 from equality.harness import assert_same, record_model
-from models import MODELS
 from optimizers.matrix_optimizers import OPTIMIZERS, with_optimizer
+from recipe_models import MODELS
 
 PLANS = {
     "data": {"parallel": "data"},
@@ -45,6 +45,27 @@ def one_device(pool):
         return results[key]
 
     return get
+
+
+EXPERTS = {"placements": {"blocks.*.mlp.fc": "S0", "blocks.*.mlp.proj": "S0"}}
+
+
+@pytest.mark.parametrize("plan", [*PLANS, *PLANS_OF_FOUR, "experts"])
+@pytest.mark.parametrize("model", ["recipe_moe", "recipe_wide_resnet"])
+def test_muon_with_adam(pool, one_device, tmp_path, model: str, plan: str) -> None:
+    """GPT is below. Experts are a batch of matrices."""
+    if plan == "experts" and model != "recipe_moe":
+        pytest.skip("no experts")
+    options = {**PLANS, **PLANS_OF_FOUR, "experts": EXPERTS}[plan]
+    # BatchNorm's statistics are those of a micro-batch.
+    if model == "recipe_wide_resnet" and "num_microbatches" in options:
+        options = {**options, "num_microbatches": 1}
+    world_size = 4 if plan in PLANS_OF_FOUR else 2
+    strategy = {**options, "cluster": "pcie_8gpu", "plan_dir": str(tmp_path)}
+    for run in pool.run(world_size, train, model, "muon", strategy, world_size):
+        assert_same(run, one_device(model, "muon", world_size))
+        if plan == "experts":
+            assert run["modes"]["blocks.0.mlp.fc"] == "S0"
 
 
 def model_for(optimizer: str) -> str:
