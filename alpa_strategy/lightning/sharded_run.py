@@ -105,9 +105,11 @@ class ShardedRun(ABC):
         if job.limits.check_gradients and optimizers:
             check = GradientCheck(divided=not plan.is_eager)
         self._gradient_check = check
+        # Parameters have their full shapes until then.
+        reads = {} if optimizer_info.element_wise else reads_of_all(optimizers)
         store.shard(values, job.limits.bucket_bytes, None if check is None else check.look)
-        if not optimizer_info.element_wise:
-            store.assign_owners(reads_of_all(optimizers))
+        if reads:
+            store.assign_owners(reads)
         self._owner_steps = [OwnerStep(optimizer, store.sharded) for optimizer in optimizers]
         for optimizer in optimizers:
             shard_state(optimizer, store, values)
