@@ -483,7 +483,10 @@ class Run(ShardedRun):
 
 def _num_samples(step: StepGraph) -> int | None:
     """Return the samples of a step's batch; None if its tensors have different numbers of them."""
-    sizes = {leaf.meta.shape[0] for leaf in step.batch if leaf.batch_dim == 0 and leaf.is_split}
+    sizes = set()
+    for leaf in step.batch:
+        if leaf.batch_dim == 0 and leaf.is_split:
+            sizes.add(leaf.meta.shape[0])
     return sizes.pop() if len(sizes) == 1 else None
 
 
