@@ -92,9 +92,7 @@ class ShardedRun(ABC):
         values: Callable[[Tensor], Tensor],
         buffers: Sequence[BufferInput] = (),
     ) -> None:
-        module = given.module
-        optimizers = given.optimizers
-        job = given.job
+        module, optimizers, job = given.module, given.optimizers, given.job
         self.module = module
         self.optimizers = optimizers
         self.plan = plan

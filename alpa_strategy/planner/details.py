@@ -8,6 +8,8 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
+
 from alpa_strategy.errors import PlanError
 from alpa_strategy.inter_op.stage_problem import (
     RematSpans,
@@ -28,6 +30,7 @@ from alpa_strategy.intra_op.decode import (
     working_bytes,
 )
 from alpa_strategy.intra_op.options import local_bytes
+from alpa_strategy.intra_op.problem import Problem
 from alpa_strategy.ir.graph import StepGraph
 from alpa_strategy.ir.op import TensorMeta
 from alpa_strategy.ir.placement import DualLayout, dual_layout_to_str, value_layout
@@ -132,6 +135,7 @@ def _assigned(intra: IntraOp, stage: StagePlan, begins: bool) -> AssignedStage:
 def _assignment(intra: IntraOp, stage: StagePlan) -> tuple[int, ...]:
     """Return the strategy index of every choice of a stage's problem."""
     assignment = [0] * len(intra.problem.choices)
+    named = set(range(len(intra.parameters) + len(intra.ops)))
     for index, parameter in enumerate(intra.step.parameters):
         plans = intra.parameters[index].plans
         assignment[index] = _index(plans, stage.parameter_plans.get(parameter.name), parameter.name)
@@ -143,7 +147,23 @@ def _assignment(intra: IntraOp, stage: StagePlan) -> tuple[int, ...]:
         for value, boundary in boundaries.items():
             layout = of_value.get(value)
             assignment[boundary.choice] = _index(boundary.layouts, layout, f"value {value}")
+            named.add(boundary.choice)
+    # How the loss leaves the step is in no plan: it follows from the layout in which it is made.
+    for choice, options in enumerate(intra.problem.choices):
+        if choice not in named and len(options.cost) > 1:
+            assignment[choice] = _cheapest(intra.problem, assignment, choice)
     return tuple(assignment)
+
+
+def _cheapest(problem: Problem, assignment: Sequence[int], choice: int) -> int:
+    """Return the strategy of a choice that gets its operands in the least time."""
+    seconds = np.array(problem.choices[choice].cost)
+    for transfer in problem.transfers:
+        source = transfer.source[assignment[transfer.producer]]
+        for use in transfer.uses:
+            if use.choice == choice:
+                seconds = seconds + transfer.cost[source, use.layout]
+    return int(seconds.argmin())
 
 
 def _index(options: Sequence[object], option: object, name: str) -> int:
