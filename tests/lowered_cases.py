@@ -23,6 +23,7 @@ from alpa_strategy.ir.placement import Layout, value_layout
 from alpa_strategy.ir.plan import Predicted, StagePlan
 from alpa_strategy.ir.run_step import run_step
 from alpa_strategy.lower.codegen import lower
+from alpa_strategy.pipeline.of_this_rank import of_this_rank
 
 CASES = {
     "mlp": {},
@@ -112,7 +113,9 @@ def stage_of(intra: IntraOp, assignment: list[int], mesh_shape: tuple[int, ...])
 
 
 def run_lowered_stage(case: Captured, stage: StagePlan, mesh_shape: tuple[int, ...]) -> None:
-    """Run it on a thread per device, compare results and gradients with the full step's."""
+    """Run it on a thread per device, compare each rank's results and gradients with the full
+    step's.
+    """
     step = case.step
 
     def device(mesh: ThreadMesh):
@@ -132,6 +135,7 @@ def run_lowered_stage(case: Captured, stage: StagePlan, mesh_shape: tuple[int, .
             batch.append(cut(tensor, layout, mesh))
         outputs, _, _ = program(parameters, case.buffers, batch)
         outputs[step.loss].backward()
+        outputs = of_this_rank(step, outputs, 0, 1)
         gradients = {}
         for n, p in parameters.items():
             if p.grad is None:
@@ -144,9 +148,15 @@ def run_lowered_stage(case: Captured, stage: StagePlan, mesh_shape: tuple[int, .
                     gradients[p.name] = mesh.axes[axis].all_reduce(gradients[p.name])
         return {k: v.detach() for k, v in outputs.items()}, gradients, mesh
 
-    for outputs, gradients, mesh in run_on_threads(mesh_shape, device):
+    num_ranks = int(np.prod(mesh_shape))
+    for rank, (outputs, gradients, mesh) in enumerate(run_on_threads(mesh_shape, device)):
+        expected_outputs = of_this_rank(step, case.outputs, rank, num_ranks)
         for value in step.escaping:
-            torch.testing.assert_close(outputs[value], case.outputs[value], rtol=1e-10, atol=1e-12)
+            # The mean of the ranks' losses may be left as a sum: the ranks' losses are compared.
+            if value != step.loss or step.loss_of_ranks < 0:
+                torch.testing.assert_close(
+                    outputs[value], expected_outputs[value].detach(), rtol=1e-10, atol=1e-12
+                )
         for p in step.parameters:
             layout = value_layout(stage.parameter_plans[p.name].step_layout(p.meta.requires_grad))
             expected = cut(case.gradients[p.name], layout, mesh)

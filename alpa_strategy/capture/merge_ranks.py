@@ -13,8 +13,8 @@ ranks: in the merged call, the shard of one rank is the call that was captured. 
 for each rank (`PerRank`). So no value of a rank depends on another rank's samples, and nothing is
 assumed about what a dim means.
 
-The loss is the mean of the ranks' losses. Buffers are updated with those of rank 0, which DDP
-broadcasts.
+The loss is the mean of the ranks' losses. Each rank updates its buffers from its own batch; before
+the next forward they become rank 0's, as under DDP.
 """
 
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -36,13 +36,13 @@ from alpa_strategy.ir.graph import (
     Check,
     LogRecord,
     MetricRecord,
-    OfRanks,
     Op,
     StepGraph,
     ValueRef,
     ancestors,
     values_of,
 )
+from alpa_strategy.ir.of_ranks import OfRanks
 from alpa_strategy.ir.op import AxisStrategy, OpCall, TensorMeta, aten_name, bind, rebuild
 from alpa_strategy.ir.per_rank import per_rank_call
 from alpa_strategy.sharding.rule_families import is_reshape
@@ -389,11 +389,10 @@ class _Merger:
         if not loss.is_same:
             mean_loss = self.builder.emit(aten.mean.default, loss.ref)
         # Value of a buffer in the step -> its new value.
-        updates = {
-            buffer.value: self._of_first_rank(buffer.update)
-            for buffer in step.buffers
-            if buffer.update is not None
-        }
+        updates = {}
+        for buffer in step.buffers:
+            if buffer.update is not None:
+                updates[buffer.value] = self._merged_ref(buffer.update, of_ranks)
 
         leaving = {mean_loss.index, *(ref.index for ref in updates.values())}
         leaving.update(values_of(list(records.values())))
@@ -431,16 +430,24 @@ class _Merger:
         of_ranks: dict[int, OfRanks] = {}
 
         def merged_ref(ref: ValueRef) -> ValueRef:
-            state = self.state[ref.index]
-            if state.dim is not None:
-                is_number = not self.step.values[ref.index].shape
-                of_ranks[state.ref.index] = OfRanks(state.dim, is_number)
-            return state.ref
+            return self._merged_ref(ref.index, of_ranks)
 
         records = {}
         for name in ("output", "logs", "metrics", "checks", "appended"):
             records[name] = _map_refs(getattr(self.step, name), merged_ref)
         return records, of_ranks
+
+    def _merged_ref(self, value: int, of_ranks: dict[int, OfRanks]) -> ValueRef:
+        """Return the merged value of one that leaves the step.
+
+        Args:
+            of_ranks: merged value -> how it holds the ranks' values; this one is added.
+        """
+        state = self.state[value]
+        if state.dim is not None:
+            is_number = not self.step.values[value].shape
+            of_ranks[state.ref.index] = OfRanks(state.dim, is_number)
+        return state.ref
 
     def _inputs(self, numbering: Numbering) -> dict[str, tuple[Any, ...]]:
         """Return the step's inputs by group, renumbered; batch leaves have the ranks' tensors."""
@@ -458,13 +465,6 @@ class _Merger:
             is_split = bool(leaf.meta.shape) and leaf.meta.shape[0] == self.step.batch_size
             batch.append(replace(leaf, meta=meta, batch_dim=0, is_split=is_split))
         return inputs | {"batch": tuple(batch)}
-
-    def _of_first_rank(self, value: int) -> ValueRef:
-        """Return rank 0's value."""
-        state = self.state[value]
-        if state.is_same:
-            return state.ref
-        return self.builder.emit(aten.select.int, self.by_rank(value), 0, 0)
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,12 @@ from torch.optim import Optimizer
 
 from alpa_strategy.capture.python_state import standing_in
 from alpa_strategy.checkpoint.on_demand import Entry, LazyEntryGather
+from alpa_strategy.checkpoint.owner_state import (
+    ConvertOwned,
+    converted_state,
+    described_state,
+    state_in_full,
+)
 from alpa_strategy.checkpoint.tensors import LocalShards, StoredTensor, read_chunks
 from alpa_strategy.errors import CheckpointError
 from alpa_strategy.runtime.parameters import ParameterStore
@@ -186,7 +192,7 @@ def restore_state(
     current = optimizer.state_dict()
     state = {}
     for parameter, number in numbers_of(optimizer, current).items():
-        if number in stored and store.holds(parameter):
+        if number in stored and store.has_state(parameter):
             state[number] = {
                 key: _local(value, parameter, store) for key, value in stored[number].items()
             }
@@ -195,6 +201,8 @@ def restore_state(
 
 def _local(value: Any, parameter: nn.Parameter, store: ParameterStore) -> Any:
     """Return this rank's shard of a state value if it has the parameter's full shape, else all."""
+    if store.is_stepped_in_full(parameter):
+        return state_in_full(value)
     if not isinstance(value, Tensor):
         return value
     if parameter in store and value.dim() > 0 and value.shape == store.full_shape(parameter):
@@ -219,8 +227,11 @@ def shard_state(
     for parameter in parameters_of(optimizer):
         if parameter not in optimizer.state:
             continue
-        if not store.holds(parameter):
+        if not store.has_state(parameter):
             del optimizer.state[parameter]
+            continue
+        if store.is_stepped_in_full(parameter):
+            optimizer.state[parameter] = state_in_full(optimizer.state[parameter], values)
             continue
         state = optimizer.state[parameter]
         for key, value in list(state.items()):
@@ -234,12 +245,18 @@ def unshard_state(optimizer: Optimizer, store: ParameterStore) -> None:
     def full(parameter: nn.Parameter, tensor: Tensor) -> Tensor:
         return store.gather_like(parameter, tensor).to(parameter.device)
 
-    for parameter, state in _states(optimizer, store, full):
+    def full_of_owner(parameter: nn.Parameter, tensor: Tensor, shape: torch.Size) -> Tensor:
+        return store.state_of_owner(parameter, tensor, shape).to(parameter.device)
+
+    for parameter, state in _states(optimizer, store, full, full_of_owner):
         optimizer.state[parameter].update(state)
 
 
 def state_dict_with(
-    optimizer: Optimizer, store: ParameterStore, convert: Convert
+    optimizer: Optimizer,
+    store: ParameterStore,
+    convert: Convert,
+    convert_owned: ConvertOwned | None = None,
 ) -> dict[str, Any]:
     """Return `optimizer.state_dict()` of all stages' parameters, on every rank. Collective.
 
@@ -249,10 +266,12 @@ def state_dict_with(
         convert: returns the entry for a tensor that is laid out as its parameter. Outside of the
             stage that owns the parameter it gets an empty tensor. It is called in the same order on
             all ranks.
+        convert_owned: likewise for a tensor that one device has; the full tensor by default.
     """
     result = optimizer.state_dict()
     numbers = numbers_of(optimizer, result)
-    state = {numbers[parameter]: state for parameter, state in _states(optimizer, store, convert)}
+    states = _states(optimizer, store, convert, convert_owned or store.state_of_owner)
+    state = {numbers[parameter]: state for parameter, state in states}
     return {
         **result,
         "state": {number: state[number] for number in numbers.values() if number in state},
@@ -286,22 +305,32 @@ class _StateValue(NamedTuple):
 
 @torch.no_grad()
 def _states(
-    optimizer: Optimizer, store: ParameterStore, convert: Convert
+    optimizer: Optimizer, store: ParameterStore, convert: Convert, convert_owned: ConvertOwned
 ) -> Iterator[tuple[nn.Parameter, dict[str, Any]]]:
     """Yield (parameter, its state with converted tensors) for all that have one.
 
     Collective: all ranks go through the parameters in the same order.
     """
-    descriptions: dict[nn.Parameter, dict[str, _StateValue]] = {}
+    descriptions: dict[nn.Parameter, dict[str, Any]] = {}
     for parameter in parameters_of(optimizer):
-        if parameter in optimizer.state:
-            state = optimizer.state[parameter]
+        if parameter not in optimizer.state:
+            continue
+        state = optimizer.state[parameter]
+        if store.is_stepped_in_full(parameter):
+            descriptions[parameter] = described_state(state)
+        else:
             descriptions[parameter] = {k: _described(v, parameter) for k, v in state.items()}
     of_owners = store.collect_from_owners(descriptions)
 
     for parameter in parameters_of(optimizer):
         if parameter not in of_owners:
             continue
+        if store.is_stepped_in_full(parameter):
+            state_here = optimizer.state.get(parameter) if store.has_state(parameter) else None
+            description = of_owners[parameter]
+            yield parameter, converted_state(parameter, description, state_here, convert_owned)
+            continue
+
         local_state = optimizer.state.get(parameter, {})
         converted: dict[str, Any] = {}
         for key, (value, is_laid_out_alike, is_on_device) in of_owners[parameter].items():

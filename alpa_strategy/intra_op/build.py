@@ -33,7 +33,7 @@ from alpa_strategy.intra_op.problem import Choice, Problem, Transfer, Use
 from alpa_strategy.ir.graph import ParameterInput, StepGraph
 from alpa_strategy.ir.op import OpCall, TensorMeta
 from alpa_strategy.ir.optimizer_info import OptimizerInfo
-from alpa_strategy.ir.placement import INVARIANT, DualLayout, shard
+from alpa_strategy.ir.placement import INVARIANT, PARTIAL, DualLayout, shard
 from alpa_strategy.sharding.redistribute import reshard_table
 from alpa_strategy.sharding.strategies import is_random
 
@@ -389,7 +389,7 @@ class _Builder:
                 for op, position in consumers
             ]
             if value in escaping:
-                asks.append((sink, self._tables.only_whole))
+                asks.append(self._leaving(value, sink))
             if value in sent:
                 asks.append((sent[value].choice, sent[value].layouts))
             is_whole = value in self.constants and all(
@@ -415,6 +415,24 @@ class _Builder:
             choice = self.producers[value][0]
             memory = self.choices[choice].memory + self._step.values[value].num_bytes
             self.choices[choice] = replace(self.choices[choice], memory=memory)
+
+    def _leaving(self, value: int, sink: int) -> tuple[int, tuple[DualLayout, ...]]:
+        """Return (choice, layout per strategy) in which a value leaves the step: on every device
+        its own rank's of values that ranks have, else the full value.
+
+        Args:
+            sink: the fixed choice that reads the results.
+        """
+        step = self._step
+        num_axes = len(self._mesh.shape)
+        if value == step.loss and step.loss_of_ranks >= 0:
+            # The mean of the ranks' losses may stay a sum: nothing reads it.
+            layouts = tuple(product((INVARIANT, PARTIAL), repeat=num_axes))
+            choice = self._add("loss", np.zeros(len(layouts)), np.zeros(len(layouts)))
+            return choice, layouts
+
+        how = dict(step.of_ranks).get(value)
+        return sink, self._tables.only_whole if how is None else (how.layout(num_axes),)
 
     def _memory_of(self, value: int) -> int:
         """Return the value whose memory `value` is a view of."""

@@ -51,7 +51,7 @@ def restrict(
     modes = pinned_modes(intra, options, pinned or {})
     is_pinned = bool(modes or options.completes or options.kept_whole)
     is_named = set(names) != {"auto"}
-    if optimizer.element_wise and not is_pinned and not is_named:
+    if optimizer.may_step_shards and not is_pinned and not is_named:
         return intra
 
     # Added for each strategy that a named plan does not want. It is several times the seconds of a
@@ -71,7 +71,7 @@ def restrict(
                 cost += _mode_penalty(axis_name, parameter.meta, parameter_options, axis, penalty)
             # A named plan forbids by infinite cost.
             allowed = np.isfinite(cost)
-            if not optimizer.element_wise:
+            if not optimizer.may_step_shards:
                 allowed &= np.array([plan.is_unsharded for plan in parameter_options.plans])
         if options.completes:
             allowed &= _completes_in_backward(parameter_options)
@@ -186,11 +186,13 @@ def derived_values(step: StepGraph) -> dict[int, ParameterInput]:
 
 
 def _nothing_left(name: str, options: PlanOptions, optimizer: OptimizerInfo) -> PlanError:
-    if not optimizer.element_wise:
+    if not optimizer.may_step_shards:
         return PlanError(
-            f"the optimizer {optimizer.name} does not work element by element, so it needs"
-            f" parameter {name!r} whole, and parallel={options.parallel!r} stores it in shards",
-            'use an element-wise optimizer such as AdamW, or parallel="data"',
+            f"the optimizer {optimizer.name} updates parameters by other parameters' gradients, or"
+            f" cannot be tried, so it needs parameter {name!r} unsharded, and"
+            f" parallel={options.parallel!r} stores it in shards",
+            "use an optimizer that updates one parameter at a time, such as AdamW or Muon, or"
+            ' parallel="data"',
         )
     return PlanError(
         f"no way to store parameter {name!r} is left under parallel={options.parallel!r}",

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from alpa_strategy.ir.guards import Guard, ValueGuard
+from alpa_strategy.ir.of_ranks import OfRanks
 from alpa_strategy.ir.op import OpCall, TensorMeta
 
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
@@ -89,7 +90,8 @@ class BufferInput:
     name: str
     meta: TensorMeta
 
-    # The value that is written back after the step, if any.
+    # The value that is written back after the step, if any. Each rank writes the value of its own
+    # batch if it is among `StepGraph.of_ranks`.
     update: int | None = None
 
 
@@ -111,27 +113,6 @@ class BatchInput:
     # Whether micro-batches split dim 0. They also may if it has no samples: the walk over the ops
     # proves that each micro-batch is right (microbatch/states.py).
     is_split: bool = True
-
-
-@dataclass(frozen=True)
-class OfRanks:
-    """How a value that leaves the step holds the value of every rank.
-
-    A rank's value is its block along `dim`. Of a number per rank it is the rank's item.
-    """
-
-    # Dim along which the ranks' tensors follow one another, in rank order.
-    dim: int
-
-    # Whether each rank has a number: the value has one item per rank.
-    is_number: bool = False
-
-    def of(self, tensor: Tensor, rank: int, num_ranks: int) -> Tensor:
-        """Return the value of `rank`, a copy."""
-        if self.is_number:
-            return tensor.select(self.dim, rank).clone()
-        size = tensor.shape[self.dim] // num_ranks
-        return tensor.narrow(self.dim, rank * size, size).clone()
 
 
 @dataclass(frozen=True)
@@ -391,8 +372,8 @@ class StepGraph:
     # Items that the step appends to lists of the module.
     appended: tuple[AppendRecord, ...] = ()
 
-    # (value index, how it holds the ranks' values) of values in records and in the output. All
-    # others are the same on every rank.
+    # (value index, how it holds the ranks' values) of values that leave the step. All others that
+    # leave it are the same on every rank.
     of_ranks: tuple[tuple[int, OfRanks], ...] = ()
 
     # Value index of the loss in the output, if each rank has a loss of its own: `loss` is their
@@ -433,11 +414,23 @@ class StepGraph:
     def bare(self, leaving: Iterable[int], loss: int = -1) -> "StepGraph":
         """Return the graph without records, with the values `leaving` as its output.
 
+        They leave it in full: values of all ranks stay together.
+
         Args:
             loss: value index of its loss, which is one of `leaving`.
         """
         output = tuple(ValueRef(value) for value in dict.fromkeys(leaving))
-        return replace(self, output=output, logs=(), metrics=(), checks=(), appended=(), loss=loss)
+        return replace(
+            self,
+            output=output,
+            logs=(),
+            metrics=(),
+            checks=(),
+            appended=(),
+            loss=loss,
+            of_ranks=(),
+            loss_of_ranks=-1,
+        )
 
     def ancestors(self, values: Collection[int]) -> list[int]:
         """Return the indices of the ops that `values` depend on, ascending."""
@@ -550,6 +543,8 @@ class StepGraph:
         lines.append(stable_text(results))
         lines.append(str([(b.value, b.name, b.update) for b in self.buffers]))
         lines.append(str([(c.value, c.digest) for c in self.constants]))
+        if self.of_ranks:
+            lines.append(str((self.of_ranks, self.loss_of_ranks)))
         return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
 
     @cached_property

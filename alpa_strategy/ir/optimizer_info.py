@@ -1,6 +1,27 @@
-"""OptimizerInfo: the properties of an optimizer that plans and costs depend on."""
+"""OptimizerInfo: the properties of an optimizer that plans and costs depend on; Reads: what its
+update of a parameter looks at.
+"""
 
 from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class Reads:
+    """What the update of one parameter looks at."""
+
+    # Dims along which the update of a shard is the shard of the update.
+    free_dims: frozenset[int]
+
+    # Of the parameter; vectors and scalars count as one dim.
+    num_dims: int
+
+    # Whether it looks at no other parameter.
+    is_parameter_wise: bool
+
+    @property
+    def is_element_wise(self) -> bool:
+        """Whether it may be sharded along any dim."""
+        return len(self.free_dims) == self.num_dims
 
 
 @dataclass(frozen=True)
@@ -29,6 +50,13 @@ class OptimizerInfo:
     step_seconds: float = field(default=0.0, compare=False, repr=False)
     # seconds of its Python for each parameter in a step, as `step_seconds`
     parameter_seconds: float = field(default=0.0, compare=False, repr=False)
+
+    @property
+    def may_step_shards(self) -> bool:
+        """Whether parameters may be sharded: it steps each shard where it is stored, or each full
+        parameter at one device (`runtime/owner_step.py`).
+        """
+        return self.element_wise or self.parameter_wise
 
     def update_bytes(self, itemsize: int) -> float:
         """Return the bytes that a step reads and writes per parameter element.

@@ -28,6 +28,7 @@ from torch.optim import Optimizer
 from alpa_strategy.checkpoint import sharded_state_dict
 from alpa_strategy.checkpoint.on_demand import LazyEntryGather
 from alpa_strategy.checkpoint.opening import checked, is_checkpoint, open_checkpoint, reading
+from alpa_strategy.checkpoint.owner_state import owner_state_to_write
 from alpa_strategy.checkpoint.saving import CheckpointWriter
 from alpa_strategy.checkpoint.tensors import LocalShards, StoredTensor, map_tensors
 from alpa_strategy.comm.collectives import (
@@ -301,7 +302,8 @@ class Checkpoints:
         self._on_demand.finish()
         if self._is_sharded(strategy.checkpoint_io):
             shards = sharded_state_dict.shards_to_write(self._store, self._on_demand)
-            return sharded_state_dict.state_dict_with(optimizer, self._store, shards)
+            owned = owner_state_to_write(self._store, self._on_demand)
+            return sharded_state_dict.state_dict_with(optimizer, self._store, shards, owned)
         if self._run is None:
             return optimizer.state_dict()
         return sharded_state_dict.state_dict_with(optimizer, self._store, self._store.gather_like)

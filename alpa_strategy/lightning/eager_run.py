@@ -27,7 +27,6 @@ from alpa_strategy.comm.mesh import build_mesh
 from alpa_strategy.errors import CaptureError, SetupError
 from alpa_strategy.ir.graph import ParameterInput
 from alpa_strategy.ir.op import TensorMeta
-from alpa_strategy.ir.optimizer_info import OptimizerInfo
 from alpa_strategy.ir.plan import Plan
 from alpa_strategy.ir.user_code import is_user_file
 from alpa_strategy.lightning.full_parameters import gradient_norm
@@ -36,7 +35,11 @@ from alpa_strategy.lightning.planning import check_optimizer
 from alpa_strategy.lightning.sharded_run import RunInputs, ShardedRun
 from alpa_strategy.options import SELECTIVE
 from alpa_strategy.planner.eager_plan import captured_only_option, eager_option, plan_eager
-from alpa_strategy.planner.optimizer_info import inspect_optimizer, wants_sparse_gradients
+from alpa_strategy.planner.optimizer_info import (
+    inspect_optimizer,
+    joint_info,
+    wants_sparse_gradients,
+)
 from alpa_strategy.runtime.activation_checkpoint import (
     ActivationBudget,
     ModuleCheckpoint,
@@ -200,11 +203,10 @@ class EagerRun(ShardedRun):
             if say:
                 _log_reason(why)
 
-        no_optimizer = OptimizerInfo(state_bytes=0.0)
-        largest = max(infos, key=lambda info: info.state_bytes, default=no_optimizer)
+        info = joint_info(infos)
         with tuned(job.device), given.sharding(module) as values:
             store = _store(module, parameters, plan, job)
-            super().__init__(given, largest, plan, store, limit, values)
+            super().__init__(given, info, plan, store, limit, values)
 
         if job.device.type == "cpu":
             self._adapted.callback(enforce_memory_plan(self, plan, limit, module, optimizers))

@@ -468,17 +468,18 @@ def check_optimizer(optimizer: OptimizerInfo, stages: tuple[StagePlan, ...]) -> 
             " eval(), and others are on other stages",
             "use an optimizer that updates one parameter at a time, such as AdamW, or num_stages=1",
         )
-    if optimizer.element_wise:
+    if optimizer.may_step_shards:
         return
 
     for stage in stages:
         for name, plan in stage.parameter_plans.items():
             if not plan.is_unsharded:
                 raise AlpaError(
-                    f"{optimizer.name} does not work element by element (or has train() and"
-                    f" eval()), and the plan stores {name!r} in shards"
-                    f" ({modes_text(plan.module_modes)})",
-                    'use an element-wise optimizer such as AdamW, or parallel="data"',
+                    f"{optimizer.name} updates parameters by other parameters' gradients (or has"
+                    f" train() and eval(), or cannot be tried), and the plan stores {name!r} in"
+                    f" shards ({modes_text(plan.module_modes)})",
+                    "use an optimizer that updates one parameter at a time, such as AdamW or Muon,"
+                    ' or parallel="data"',
                 )
 
 

@@ -9,7 +9,6 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -29,7 +28,7 @@ from alpa_strategy.comm.collectives import (
 from alpa_strategy.cost.host import with_host
 from alpa_strategy.display.table import measured_line
 from alpa_strategy.errors import CaptureError, PlanError, RuntimeMismatchError
-from alpa_strategy.ir.graph import Place, StepGraph
+from alpa_strategy.ir.graph import BufferInput, Place, StepGraph
 from alpa_strategy.ir.guards import changed_value
 from alpa_strategy.ir.plan import Predicted
 from alpa_strategy.lightning import step_effects
@@ -122,7 +121,7 @@ class Run(ShardedRun):
         plan = find_or_make_plan(step, job, self._cluster, info, rank_zero, resumed=resumed)
         check_optimizer(info, plan.stages)
         limit = job.options.usable_bytes(self._cluster.device.memory_bytes)
-        buffers = step.buffers if replica is None else ()
+        buffers = _equal_buffers(step) if replica is None else ()
         with tuned(job.device), given.sharding(module) as values, job.progress("lower"):
             devices = (job.device, self._cluster, seed, self._loss_scale)
             self._placed = PlanRuntime(
@@ -146,6 +145,8 @@ class Run(ShardedRun):
         self._numbers: list[Place] = []
         # Whether ranks have batches, and so buffers, of their own.
         self._follows_buffers = job.options.rows == "rank" and world_size(job.group) > 1
+        # Whether buffers are to be rank 0's when the next step starts.
+        self._syncs_buffers = True
         # Of the module's buffers after the last step.
         self._buffer_versions: list[tuple[int, int]] = []
         self._step_starts: list[float] = []
@@ -158,10 +159,11 @@ class Run(ShardedRun):
         """What `module.training_step(batch, batch_idx)` returns, computed by all ranks, or a
         replica's, on all rows.
         """
+        buffers_changed = self._buffers_changed()
         self.take_buffers()
         self._measure()
         key, leaves = keyed_leaves(batch)
-        captured, counters = self._captured_step(key, batch, batch_idx)
+        captured, counters = self._captured_step(key, batch, batch_idx, buffers_changed)
         # With `batch_scope="global"` all ranks must load the same batch.
         is_global = captured.step.batch_scope == "global"
         if is_global:
@@ -169,16 +171,16 @@ class Run(ShardedRun):
         self._clear_gradients(batch_idx)
         # A pipeline's backward is in it.
         with self.in_step():
-            values = captured.program(leaves, counters)
+            values = captured.program.run(leaves, counters)
         self._loop_clock.leave()
         self._placed.num_steps += 1
         # The forward has taken its time: the checksums are there.
         if is_global:
             self._same_batch.finish()
         step = captured.step
-        values = step_effects.of_this_rank(step, values)
+        program = captured.program
         step_effects.verify(step, values)
-        step_effects.write_buffers(self.module, step, values)
+        step_effects.write_buffers(self.module, program.buffers, values)
         if self._follows_buffers:
             self._buffer_versions = _versions(self.module)
         # A validation may have set another (`self.phase = "train"`).
@@ -190,8 +192,11 @@ class Run(ShardedRun):
                 self.module, step, values, leaves, counters, self.metrics
             )
         step_effects.append_to_lists(self.module, step, values, leaves, counters)
-        # As DDP has it.
-        self.buffers_differ = self._job.replica is not None and self.syncs
+        # As under DDP, buffers are rank 0's from step to step, and each rank's own between the
+        # batches of an accumulated step.
+        differ = self._job.replica is not None or program.buffers_differ
+        self._syncs_buffers = self.syncs or program.needs_equal_buffers
+        self.buffers_differ = differ and self._syncs_buffers
         return step_effects.materialize_output(step.output, values, leaves, counters)
 
     @override
@@ -257,13 +262,14 @@ class Run(ShardedRun):
         }
 
     def _captured_step(
-        self, key: Hashable, batch: Any, batch_idx: int
+        self, key: Hashable, batch: Any, batch_idx: int, buffers_changed: bool
     ) -> tuple[CapturedStep, dict[str, Any]]:
         """What runs this batch, and its counters; captured, planned and lowered now where nothing
         fits. Collective.
 
         Args:
             key: of the batch, `shape_key`.
+            buffers_changed: whether a hook has changed this rank's buffers.
 
         Raises:
             CaptureError: (on all ranks) there is no one step of all ranks, or too many come.
@@ -275,7 +281,7 @@ class Run(ShardedRun):
             if index is None
             else {str(place): counters[str(place)] for place in known[index].step.numbers}
         )
-        all_have = self._same.all_have(key, index, batch, numbers, self._buffers_changed())
+        all_have = self._same.all_have(key, index, batch, numbers, buffers_changed)
         if self._same.buffers_changed:
             # As DDP does before every forward.
             broadcast_tensors(self.module.buffers())
@@ -334,11 +340,11 @@ class Run(ShardedRun):
                 )
 
     def _buffers_changed(self) -> bool:
-        """Whether a hook has changed this rank's buffers since the last step.
-
-        Steps leave the same buffers on every rank.
+        """Whether a hook has changed this rank's buffers since the last step, where rank 0's are
+        those of all ranks.
         """
-        return self._follows_buffers and self._buffer_versions != _versions(self.module)
+        follows = self._follows_buffers and self._syncs_buffers
+        return follows and self._buffer_versions != _versions(self.module)
 
     def _fitting(
         self, steps: Sequence[CapturedStep], batch: Any, batch_idx: int
@@ -421,7 +427,7 @@ class Run(ShardedRun):
                 " with whole "
                 f"parameters; batches of one shape (drop_last=True) avoid that. {error.problem}"
             )
-            return partial(self._placed.compute_globally, step)
+            return self._placed.global_program(step)
         return self._placed.training_program(step, plan)
 
     @override
@@ -464,3 +470,11 @@ class Run(ShardedRun):
         if loop_seconds is None:
             return planned
         return with_host(planned, planned.host_seconds, loop_seconds, self._cluster.device)
+
+
+def _equal_buffers(step: StepGraph) -> tuple[BufferInput, ...]:
+    """Return the buffers that are equal on all ranks after the step: a rank's own batch changes the
+    others.
+    """
+    of_ranks = dict(step.of_ranks)
+    return tuple(buffer for buffer in step.buffers if buffer.update not in of_ranks)

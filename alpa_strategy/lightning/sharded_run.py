@@ -35,7 +35,9 @@ from alpa_strategy.lightning.job import Job
 from alpa_strategy.lightning.rank_consistency import ParameterChangeDetector, toggled
 from alpa_strategy.lightning.step_effects import MetricStates
 from alpa_strategy.pipeline.step_programs import PlanRuntime
+from alpa_strategy.planner.optimizer_reads import reads_of_all
 from alpa_strategy.runtime.eager_fully_shard import EagerFullyShard
+from alpa_strategy.runtime.owner_step import OwnerStep
 from alpa_strategy.runtime.parameters import ParameterStore, unsharded_store
 from alpa_strategy.runtime.step_by_bucket import StepByBucket, can_step_in_parts
 from alpa_strategy.units import format_bytes
@@ -98,6 +100,9 @@ class ShardedRun(ABC):
             check = GradientCheck(divided=not plan.is_eager)
         self._gradient_check = check
         store.shard(values, job.limits.bucket_bytes, None if check is None else check.look)
+        if not optimizer_info.element_wise:
+            store.assign_owners(reads_of_all(optimizers))
+        self._owner_steps = [OwnerStep(optimizer, store.sharded) for optimizer in optimizers]
         for optimizer in optimizers:
             shard_state(optimizer, store, values)
         self.whole = FullParameters(store)
@@ -404,5 +409,7 @@ class ShardedRun(ABC):
         self._adapted.close()
         for each in self.store.of_stage.values():
             each.unwatch()
+        for owner_step in self._owner_steps:
+            owner_step.remove()
         if self.on_use is not None:
             self.on_use.remove()

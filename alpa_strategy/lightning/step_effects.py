@@ -12,7 +12,6 @@ from operator import attrgetter
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from torchmetrics import Metric, MetricCollection
@@ -21,7 +20,7 @@ from torchmetrics.utilities.data import dim_zero_cat, dim_zero_sum
 from alpa_strategy.comm.collectives import rank_in, world_size
 from alpa_strategy.comm.mesh import Replica
 from alpa_strategy.errors import FailedCheckError
-from alpa_strategy.ir.graph import Check, LeafRef, MetricRef, StepGraph, ValueRef
+from alpa_strategy.ir.graph import BufferInput, Check, LeafRef, MetricRef, StepGraph, ValueRef
 from alpa_strategy.ir.guards import CounterRef
 
 # Values in place of a process group. GLOBAL: the value is that of all ranks already, nothing is
@@ -58,44 +57,6 @@ def materialize_output(
         return leaves[leaf.leaf] if isinstance(leaf, LeafRef) else leaf
 
     return pytree.tree_map(filled, structure)
-
-
-def of_this_rank(step: StepGraph, values: Mapping[int, Tensor]) -> dict[int, Tensor]:
-    """Return the values that this rank's step has on this rank's batch.
-
-    Args:
-        step: the step of all ranks.
-        values: its values, those of all ranks together.
-    """
-    local_values = dict(values)
-    if not step.of_ranks:
-        return local_values
-
-    rank = dist.get_rank()
-    num_ranks = world_size()
-    for index, how in step.of_ranks:
-        if index in values:
-            local_values[index] = how.of(values[index].detach(), rank, num_ranks)
-    if step.loss_of_ranks in local_values:
-        local_loss = local_values[step.loss_of_ranks]
-        local_values[step.loss_of_ranks] = _LossOfRank.apply(values[step.loss], local_loss)
-    return local_values
-
-
-class _LossOfRank(torch.autograd.Function):
-    """(mean of the ranks' losses, this rank's) -> this rank's, with the gradient of the mean.
-
-    The backward of the step of all ranks begins at the mean. Users see the loss of their rank.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, mean: Tensor, local_loss: Tensor) -> Tensor:
-        ctx.shape = mean.shape
-        return local_loss.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad.reshape(ctx.shape), None
 
 
 def append_to_lists(
@@ -139,12 +100,14 @@ def _exception_of(check: Check) -> Exception | None:
         return None
 
 
-def write_buffers(module: nn.Module, step: StepGraph, values: Mapping[int, Tensor]) -> None:
+def write_buffers(
+    module: nn.Module, buffers: Sequence[BufferInput], values: Mapping[int, Tensor]
+) -> None:
     """Store the step's new buffer values (BatchNorm statistics) in the module."""
-    if not step.buffers:
+    if not buffers:
         return
     with torch.no_grad():
-        for buffer in step.buffers:
+        for buffer in buffers:
             if buffer.update is not None:
                 attrgetter(buffer.name)(module).copy_(values[buffer.update])
 

@@ -40,7 +40,7 @@ from alpa_strategy.lightning.step_effects import REPLICAS, materialize_output
 from alpa_strategy.options import PlanOptions
 from alpa_strategy.pipeline.step_programs import PlanRuntime
 from alpa_strategy.planner.eager_plan import plan_eager
-from alpa_strategy.planner.optimizer_info import inspect_optimizer
+from alpa_strategy.planner.optimizer_info import inspect_optimizer, joint_info
 from alpa_strategy.runtime.activation_checkpoint import forward_of_copy
 from alpa_strategy.runtime.eager_fully_shard import UnshardOnAccess
 from alpa_strategy.runtime.gradients import average
@@ -77,8 +77,7 @@ class SubmoduleRun(ShardedRun):
         job = replace(job, replica=replica, options=replace(options, memory_limit=limit))
 
         infos = [inspect_optimizer([optimizer]) for optimizer in given.optimizers]
-        info = max(infos, key=lambda info: info.state_bytes)
-        info = replace(info, element_wise=all(each.element_wise for each in infos))
+        info = joint_info(infos)
         inputs = {each.name: each for each in parameter_inputs(module, trains=True)}
         plan = plan_eager([*inputs.values()], job.options, infos, job.step_devices, limit, why)
 
@@ -304,7 +303,7 @@ class Program:
         self.path = call.path
         self._step = call.step
         self._output = call.output
-        self._run = runtime.training_program(call.step, plan)
+        self._program = runtime.training_program(call.step, plan)
         self._device = runtime.store.device.type
         self._key = shape_key(call.given)
         self._trained = _trained(call.given)
@@ -329,7 +328,7 @@ class Program:
         with torch._C.DisableTorchFunction(), torch.autocast(self._device, enabled=False):
             batch = pytree.tree_map_only(Tensor, Tensor.contiguous, [self._before, given])
             leaves = pytree.tree_leaves(batch)
-            return materialize_output(self._output, self._run(leaves, {}))
+            return materialize_output(self._output, self._program.run(leaves, {}))
 
 
 def _trained(given: Any) -> set[int]:

@@ -11,6 +11,9 @@ from torch import Tensor
 from alpa_strategy.intra_op.decode import launched_counts
 from alpa_strategy.ir.op import OpCall
 
+LITERALS = (bool, int, float, str, type(None))
+INFINITIES = (float("inf"), float("-inf"))
+
 
 @dataclass(frozen=True)
 class Line:
@@ -51,6 +54,14 @@ def function_of(
     exec(compile(source, filename, "exec"), namespace)
     weakref.finalize(namespace[name], linecache.cache.pop, filename, None)
     return namespace[name]
+
+
+def is_literal(arg: Any) -> bool:
+    """Whether Python reads `repr(arg)` as `arg`: not so for infinities and NaN."""
+    if not isinstance(arg, LITERALS):
+        return False
+    is_nan = arg != arg
+    return arg not in INFINITIES and not is_nan
 
 
 def unpacked(source: str, values: Mapping[int, int | str]) -> list[Line]:

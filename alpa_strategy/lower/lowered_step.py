@@ -23,6 +23,8 @@ class LoweredStep:
     sent: tuple[int, ...] = ()
     # values that later recompute segments of the stage receive
     made: tuple[int, ...] = ()
+    # whether a device reads buffers of other ranks, which are then to be equal on all ranks
+    reads_others_buffers: bool = False
 
     def __call__(
         self,
@@ -44,9 +46,9 @@ class LoweredStep:
                 `StagePlan.received`.
 
         Returns:
-            Tensors by value number: those that leave the step, the loss among them, full on every
-            device; those that later stages receive, in the layouts of `StagePlan.sent`; those that
-            later recompute segments receive, in the layouts in which they are computed.
+            Tensors by value number: those that leave the step, the loss among them, in their
+            `leaving_layout`; those that later stages receive, in the layouts of `StagePlan.sent`;
+            those that later recompute segments receive, in the layouts in which they are computed.
         """
         counters = buffers.get(COUNTERS)
         results = iter(self.function(parameters, buffers, batch, received, counters))

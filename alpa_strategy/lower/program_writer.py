@@ -28,11 +28,13 @@ from alpa_strategy.ir.op import AxisStrategy, LocalCall, OpCall, Slot, map_slots
 from alpa_strategy.ir.per_rank import PerRank
 from alpa_strategy.ir.placement import INVARIANT, DualLayout, dual_layout_to_str, value_layout
 from alpa_strategy.ir.plan import StagePlan
+from alpa_strategy.lower.leaving import leaving_layout, reads_others_buffers
 from alpa_strategy.lower.lines import (
     Line,
     before_first_use,
     drop_dead,
     function_of,
+    is_literal,
     launch_early,
     unpacked,
 )
@@ -41,9 +43,6 @@ from alpa_strategy.lower.lowered_step import LoweredStep, per_step_name
 from alpa_strategy.lower.overlapped_matmul import MatmulSpec, OverlappedMatmul
 from alpa_strategy.lower.segments import Compiler, is_compilable
 from alpa_strategy.sharding.strategies import localize
-
-LITERALS = (bool, int, float, str, type(None))
-INFINITIES = (float("inf"), float("-inf"))
 
 
 @dataclass
@@ -227,7 +226,7 @@ class ProgramWriter:
             return f"[{', '.join(items)}]"
         # By its class it is a number, too: its value in the captured step.
         is_computed = isinstance(arg, SymbolicScalar)
-        if not is_computed and _is_literal(arg):
+        if not is_computed and is_literal(arg):
             return repr(arg)
         name = f"c{len(self.namespace)}"
         if is_computed:
@@ -540,25 +539,22 @@ class ProgramWriter:
             self.step.escaping,
             self.step.sent,
             made,
+            reads_others_buffers(
+                self.step, self.stage.strategies, self.layouts, self.copies, self.mesh.shape
+            ),
         )
 
     def _write_return(self) -> None:
         """Write the return of all results in their layouts."""
-        unsharded = (INVARIANT,) * len(self.mesh.shape)
-        results = [self.resharded(value, unsharded) for value in self.step.escaping]
+        results = []
+        for value in self.step.escaping:
+            layout = leaving_layout(self.step, value, self.layouts[value], self.mesh)
+            results.append(self.resharded(value, layout))
         results += [self.resharded(value, self.stage.sent[value]) for value in self.step.sent]
         results += [f"v{value}" for value in self.made]
         # With a comma after each, so that one result is a tuple, too.
         returned = "".join(f"{result}, " for result in results)
         self.lines.append(Line(f"return ({returned})", (), tuple(results)))
-
-
-def _is_literal(arg: Any) -> bool:
-    """Whether Python reads `repr(arg)` as `arg`: not so for infinities and NaN."""
-    if not isinstance(arg, LITERALS):
-        return False
-    is_nan = arg != arg
-    return arg not in INFINITIES and not is_nan
 
 
 def _is_image_convolution(call: OpCall) -> bool:

@@ -13,6 +13,7 @@ the module is sharded. For each captured step it makes a `StepProgram`:
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter
 from typing import Any
@@ -21,16 +22,17 @@ import torch
 from torch import Tensor, nn
 
 from alpa_strategy.cluster.spec import ClusterSpec
-from alpa_strategy.comm.collectives import world_size
+from alpa_strategy.comm.collectives import rank_in, world_size
 from alpa_strategy.comm.mesh import MeshComm, Replica, build_mesh, build_stage_meshes
 from alpa_strategy.errors import RuntimeMismatchError
 from alpa_strategy.inter_op.subgraph import slice_stage
-from alpa_strategy.ir.graph import ParameterInput, StepGraph
+from alpa_strategy.ir.graph import BufferInput, ParameterInput, StepGraph
 from alpa_strategy.ir.guards import COUNTERS
 from alpa_strategy.ir.plan import Plan, StagePlan, stage_ranks
 from alpa_strategy.ir.run_step import run_step
 from alpa_strategy.lower.codegen import lower
 from alpa_strategy.lower.segments import Compiler
+from alpa_strategy.microbatch.first_rank_buffers import with_first_rank_buffers
 from alpa_strategy.microbatch.transform import MicroStep, microbatch
 from alpa_strategy.pipeline.build import (
     StageDevices,
@@ -39,6 +41,7 @@ from alpa_strategy.pipeline.build import (
     stage_randoms,
 )
 from alpa_strategy.pipeline.executor import Gradients, Pipeline
+from alpa_strategy.pipeline.of_this_rank import of_this_rank
 from alpa_strategy.pipeline.stage_program import Values
 from alpa_strategy.runtime.parameters import ParameterStore
 
@@ -48,9 +51,23 @@ ONE_STAGE_SCHEDULE = "1F1B"
 # Leaves of this rank's batch, in the order of `pytree.tree_leaves`.
 Leaves = Sequence[Any]
 
-# Runs a captured step: (leaves of the batch, values of the counters) -> the step's escaping values
-# by number, full on every rank; the loss can be differentiated.
-StepProgram = Callable[[Leaves, Mapping[str, int]], Values]
+
+@dataclass(frozen=True)
+class StepProgram:
+    """What runs a captured step."""
+
+    # (leaves of the batch, values of the counters) -> values that leave the step, by number: those
+    # of this rank's step. The loss can be differentiated.
+    run: Callable[[Leaves, Mapping[str, int]], Values]
+
+    # The step's buffers. Their updates are numbers of values that `run` returns.
+    buffers: tuple[BufferInput, ...]
+
+    # Whether ranks have different buffers after the step.
+    buffers_differ: bool = False
+
+    # Whether a rank's step reads buffers of other ranks: they must be equal when it starts.
+    needs_equal_buffers: bool = True
 
 
 class PlanRuntime:
@@ -86,6 +103,8 @@ class PlanRuntime:
     ) -> None:
         group = None if replica is None else replica.group
         self._group = group
+        self._rank = rank_in(group)
+        self._num_ranks = world_size(group)
         self.module = module
         self._plan = plan
         self.loss_scale = loss_scale
@@ -135,7 +154,9 @@ class PlanRuntime:
         pipeline = build_pipeline(
             self.module, micro, plan.stages, schedule, places, of_stage, held_plans
         )
-        return partial(self._pipelined, step, micro, pipeline)
+        return StepProgram(
+            partial(self._pipelined, step, micro, pipeline), with_first_rank_buffers(step).buffers
+        )
 
     def _direct_program(self, step: StepGraph, stage: StagePlan) -> StepProgram:
         """Return the program of a step with one stage and one micro-batch."""
@@ -160,13 +181,18 @@ class PlanRuntime:
         gathers_at_use = any(map(is_gathered_at_use, plans))
         regathers = gathers_at_use or bool(stage.recomputed_ops)
 
+        # Values of ranks are local if the devices are in the order of ranks (`leaving_layout`).
+        ranks = (0, 1) if mesh.is_in_order else (self._rank, self._num_ranks)
+
         def direct(leaves: Leaves, counters: Mapping[str, int]) -> Values:
             buffers = step_buffers(self.module, step, counters)
             with parameters.regather_hooks(stage.prefetched_bytes) if regathers else nullcontext():
                 inputs = parameters.step_inputs(stage.prefetched_bytes)
-                return lowered(inputs, buffers, _samples_of_mesh(step, leaves, mesh))[0]
+                values = lowered(inputs, buffers, _samples_of_mesh(step, leaves, mesh))[0]
+            return of_this_rank(step, values, *ranks)
 
-        return direct
+        buffers_differ = _has_updates_of_ranks(step)
+        return StepProgram(direct, step.buffers, buffers_differ, lowered.reads_others_buffers)
 
     def _pipelined(
         self,
@@ -195,21 +221,18 @@ class PlanRuntime:
         values |= escaping
         if micro.epilogue is not None:
             values |= self._compute_globally(micro.epilogue, buffers, leaves, values)[0]
-        return values | {step.loss: hand_over(values[step.loss], gradients, scale)}
+        values |= {step.loss: hand_over(values[step.loss], gradients, scale)}
+        return of_this_rank(step, values, self._rank, self._num_ranks)
 
-    def compute_globally(
-        self, step: StepGraph, leaves: Leaves, counters: Mapping[str, int]
-    ) -> Values:
-        """Compute all of a step on every rank; each keeps its shards of the gradients.
-
-        Args:
-            step: that was captured.
-            leaves: of this rank's batch.
-            counters: by name.
-
-        Returns:
-            The step's escaping values by number; the backward of the loss gives the gradients.
+    def global_program(self, step: StepGraph) -> StepProgram:
+        """Return a program that computes all of a step on every rank; each keeps its shards of the
+        gradients.
         """
+        run = partial(self._run_globally, step)
+        return StepProgram(run, step.buffers, _has_updates_of_ranks(step))
+
+    def _run_globally(self, step: StepGraph, leaves: Leaves, counters: Mapping[str, int]) -> Values:
+        """Run a step as `global_program` does."""
         scale = self.loss_scale()
         buffers = step_buffers(self.module, step, counters)
         values, parameters = self._compute_globally(step, buffers, leaves, {}, trains=True)
@@ -224,7 +247,8 @@ class PlanRuntime:
             if gradient is not None and self.store.holds(parameter):
                 gradients.append((parameter, self.store.shard_like(parameter, gradient)))
         values = {value: tensor.detach() for value, tensor in values.items()}
-        return values | {step.loss: hand_over(values[step.loss], tuple(gradients), scale)}
+        values |= {step.loss: hand_over(values[step.loss], tuple(gradients), scale)}
+        return of_this_rank(step, values, self._rank, self._num_ranks)
 
     def _compute_globally(
         self,
@@ -341,6 +365,12 @@ class _PassGradient(torch.autograd.Function):
             scaled = gradient * (scale / ctx.known_scale).to(gradient)
             parameter.grad = scaled if parameter.grad is None else parameter.grad + scaled
         return None, None, None, None
+
+
+def _has_updates_of_ranks(step: StepGraph) -> bool:
+    """Whether each rank updates a buffer from its own batch."""
+    of_ranks = dict(step.of_ranks)
+    return any(buffer.update in of_ranks for buffer in step.buffers)
 
 
 def step_buffers(module: nn.Module, step: StepGraph, counters: Mapping[str, int]) -> dict[str, Any]:

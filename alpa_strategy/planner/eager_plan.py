@@ -260,7 +260,7 @@ def _storage_kinds(options: PlanOptions, optimizers: Sequence[OptimizerInfo]) ->
         return ("data",)
     if options.parallel != "auto":
         return (str(options.parallel),)
-    if all(info.element_wise for info in optimizers):
+    if all(info.may_step_shards for info in optimizers):
         return ("data", "zero2", "zero3")
     return ("data",)
 

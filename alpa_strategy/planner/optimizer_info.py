@@ -2,16 +2,14 @@
 it is element-wise.
 
 All are found by experiment, on a copy of the optimizer's class with the user's own settings and a
-tiny parameter: an optimizer is element-wise when training the shards of a parameter gives the
-shards of training the whole.
+tiny parameter (`planner/optimizer_reads.py`).
 """
 
-import copy
-import inspect
 import statistics
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -22,11 +20,9 @@ from torch.optim import Optimizer
 from alpa_strategy.cost.saved_tensors import LiveStorages, tensors_in
 from alpa_strategy.errors import AlpaError
 from alpa_strategy.ir.optimizer_info import OptimizerInfo
+from alpa_strategy.planner.optimizer_reads import reads_of, rebuilt, trained
 
 _SHAPE = (4, 6)
-_NUM_STEPS = 3
-_MEMBERS = ("params", "param_names")  # of a group, no settings
-Make = Callable[[list[torch.nn.Parameter]], Optimizer]  # a fresh optimizer of parameters
 
 
 def inspect_optimizer(configured: Optimizer | Sequence[Optimizer]) -> OptimizerInfo:
@@ -45,21 +41,9 @@ def inspect_optimizer(configured: Optimizer | Sequence[Optimizer]) -> OptimizerI
     (optimizer,) = optimizers
     name = type(optimizer).__name__
     try:
-        # Rates and decays do not say how it works; flags may (`use_muon`), and so may convolutions'
-        # dims.
-        kinds: dict[tuple[str, int], dict[str, Any]] = {}
-        for group in optimizer.param_groups:
-            flags = repr(
-                [v for key, v in group.items() if key not in _MEMBERS and not isinstance(v, float)]
-            )
-            kinds.update({(flags, max(2, parameter.dim())): group for parameter in group["params"]})
-        works = [
-            _works(partial(_rebuilt, optimizer, group), dims) for (_, dims), group in kinds.items()
-        ]
-        # Hooks have a schedule-free one's change weights, by state that must be there.
-        if hasattr(optimizer, "train") and hasattr(optimizer, "eval"):
-            works.append((False, False))
-        element_wise, parameter_wise = map(all, zip(*works, strict=True))
+        reads = reads_of(optimizer).values()
+        element_wise = all(each.is_element_wise for each in reads)
+        parameter_wise = all(each.is_parameter_wise for each in reads)
         state_bytes, moved, scratch = _per_element(optimizer)
         step_seconds, parameter_seconds = _python_seconds(optimizer)
         return OptimizerInfo(
@@ -78,32 +62,17 @@ def inspect_optimizer(configured: Optimizer | Sequence[Optimizer]) -> OptimizerI
         return OptimizerInfo(state_bytes=8.0, element_wise=False, name=name, parameter_wise=False)
 
 
-def _works(make: Make, dims: int) -> tuple[bool, bool]:
-    """Whether an optimizer works element by element, and parameter by parameter."""
-    generator = torch.Generator().manual_seed(0)
-    start, *grads = torch.randn(
-        1 + _NUM_STEPS, *_SHAPE, *[1] * (dims - 2), generator=generator, dtype=torch.float64
-    )
-    grads = [
-        grad * 30.0**step for step, grad in enumerate(grads)
-    ]  # large ones too, which it may clip
-    (full,) = _trained(make, [start], [grads])
+def joint_info(infos: Sequence[OptimizerInfo]) -> OptimizerInfo:
+    """Return the properties of several optimizers together, for plans that know of one.
 
-    def in_shards(dim: int, size: int) -> Tensor:
-        shards = zip(start.split(size, dim), *(g.split(size, dim) for g in grads), strict=True)
-        return torch.cat(
-            [_trained(make, [shard], [own_grads])[0] for shard, *own_grads in shards], dim
-        )
-
-    cuts = ((0, 3), (0, 1), (1, 2), (1, 4))  # (dim, size of a shard)
-    element_wise = all(
-        torch.allclose(in_shards(*cut), full, rtol=1e-12, atol=1e-14) for cut in cuts
+    The state is that of the largest; what one of them needs, all of them get.
+    """
+    largest = max(infos, key=lambda info: info.state_bytes, default=OptimizerInfo(state_bytes=0.0))
+    return replace(
+        largest,
+        element_wise=all(info.element_wise for info in infos),
+        parameter_wise=all(info.parameter_wise for info in infos),
     )
-    element_wise &= not torch.equal(full, start)  # what moves nothing shows nothing
-    others = [g * 3.0 for g in grads]
-    both = _trained(make, [start, -start], [grads, others])
-    alone = (full, *_trained(make, [-start], [others]))
-    return element_wise, all(map(torch.allclose, both, alone))
 
 
 def optimizer_info_of(module: Any) -> OptimizerInfo:
@@ -140,11 +109,11 @@ def wants_sparse_gradients(optimizer: Optimizer) -> bool:
     """Whether the optimizer steps on sparse gradients alone (`SparseAdam`), which no captured step
     makes.
     """
-    gradient, make = torch.eye(*_SHAPE), partial(_rebuilt, optimizer, optimizer.param_groups[0])
+    gradient, make = torch.eye(*_SHAPE), partial(rebuilt, optimizer, optimizer.param_groups[0])
 
     def takes(grad: Tensor) -> bool:
         try:
-            _trained(make, [gradient], [[grad]])
+            trained(make, [gradient], [[grad]])
         except Exception:  # any class of any package is tried here
             return False
         return True
@@ -177,7 +146,7 @@ def _probe(optimizer: Optimizer, dtype: torch.dtype) -> tuple[float, float, floa
     parameter = torch.nn.Parameter(torch.zeros(_SHAPE, dtype=dtype))
     parameter.grad = torch.ones_like(parameter)
     group, traffic = optimizer.param_groups[0], _Traffic()
-    copied = _rebuilt(optimizer, group, [parameter])
+    copied = rebuilt(optimizer, group, [parameter])
     copied.step()
     state_bytes = _num_bytes(list(copied.state[parameter].values())) / parameter.numel()
     if group.get("fused"):
@@ -215,7 +184,7 @@ def _seconds_of_step(optimizer: Optimizer, num_parameters: int) -> float:
     parameters = [torch.nn.Parameter(torch.zeros(_SHAPE)) for _ in range(num_parameters)]
     for parameter in parameters:
         parameter.grad = torch.ones_like(parameter)
-    copied = _rebuilt(optimizer, optimizer.param_groups[0], parameters)
+    copied = rebuilt(optimizer, optimizer.param_groups[0], parameters)
     copied.step()
     seconds = []
     for _ in range(_TIMED_STEPS):
@@ -240,46 +209,3 @@ class _Traffic(LiveStorages):
 
 def _num_bytes(tree: Any) -> int:
     return sum(tensor.nbytes for tensor in tensors_in(tree) if tensor.dim() > 0)
-
-
-def _trained(
-    make: Make, starts: Sequence[Tensor], grads: Sequence[Sequence[Tensor]]
-) -> list[Tensor]:
-    """Return the parameters of a fresh optimizer after one step per gradient.
-
-    Args:
-        grads: by parameter, then by step.
-    """
-    parameters = [torch.nn.Parameter(start.clone()) for start in starts]
-    rebuilt = make(parameters)
-    for of_step in zip(*grads, strict=True):
-        for parameter, grad in zip(parameters, of_step, strict=True):
-            parameter.grad = grad.clone()
-        rebuilt.step()
-    return [parameter.detach() for parameter in parameters]
-
-
-def _rebuilt(
-    optimizer: Optimizer, group: Mapping[str, Any], parameters: list[torch.nn.Parameter]
-) -> Optimizer:
-    """Return a fresh optimizer of the same class for other parameters, with a group's settings as
-    schedulers left them.
-    """
-    accepted = inspect.signature(type(optimizer).__init__).parameters
-    takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in accepted.values())
-    settings = {
-        k: copy.copy(group.get(k, v))
-        for k, v in optimizer.defaults.items()
-        if takes_any or k in accepted
-    }
-    settings |= (
-        {"lr": max(settings["lr"], 1e-3)} if settings.get("lr") is not None else {}
-    )  # a warmup begins at none
-    # Kernels for devices; what they compute is the same, and the probe runs on the CPU.
-    settings |= {key: False for key in ("fused", "capturable") if settings.get(key)}
-    group_options = {
-        k: copy.copy(v) for k, v in group.items() if k not in (*optimizer.defaults, *_MEMBERS)
-    }  # GaLore's `rank`
-    return type(optimizer)(
-        [group_options | {"params": parameters}] if group_options else parameters, **settings
-    )

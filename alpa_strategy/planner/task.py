@@ -74,6 +74,8 @@ class PlanTask:
             f"{self.options.digest()} {optimizer.state_bytes:g} {optimizer.element_wise}"
             f" {optimizer.moved_bytes} {optimizer.scratch}"
         )
+        if not optimizer.element_wise and optimizer.parameter_wise:
+            option_text += " owners"
         option_text += registered_rules(op.call.target for op in self.step.ops)
         return Fingerprint(
             graph=self.step.graph_digest,

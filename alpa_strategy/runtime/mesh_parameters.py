@@ -14,6 +14,8 @@ from alpa_strategy.comm.mesh import MeshComm
 from alpa_strategy.comm.reshard import Entrance, Sums
 from alpa_strategy.comm.saved_tensor_hooks import SavedTensorHooks
 from alpa_strategy.ir.graph import ParameterInput
+from alpa_strategy.ir.optimizer_info import Reads
+from alpa_strategy.ir.owners import assign_owners, matrix_work, needs_owner
 from alpa_strategy.ir.plan import ParameterPlan
 from alpa_strategy.runtime.gradients import Completed, GradientReducer, ReplicaReducer, Replicas
 from alpa_strategy.runtime.host_link import StoredTensors
@@ -68,6 +70,33 @@ class MeshParameters:
         self._by_parameter[parameter] = sharded
         self._by_name.update(dict.fromkeys(parameter_input.names, sharded))
         return sharded
+
+    @property
+    def sharded(self) -> tuple[ShardedParameter, ...]:
+        """All parameters of the mesh, in the same order on its devices."""
+        return tuple(self._by_parameter.values())
+
+    def assign_owners(self, reads: Mapping[nn.Parameter, Reads]) -> None:
+        """Set the owners of parameters that an optimizer steps in full, such that all devices of
+        the mesh have about the same work.
+
+        Args:
+            reads: what optimizers look at, by parameter.
+        """
+        stepped_in_full = []
+        for sharded in self._by_parameter.values():
+            of_parameter = reads.get(sharded.parameter)
+            if of_parameter is not None and needs_owner(sharded.plan, of_parameter):
+                stepped_in_full.append(sharded)
+
+        work = []
+        for sharded in stepped_in_full:
+            num_batch_dims = int(0 in reads[sharded.parameter].free_dims)
+            work.append(matrix_work(sharded.module_shape, num_batch_dims))
+        num_elements = [sharded.module_shape.numel() for sharded in stepped_in_full]
+        owners = assign_owners(work, num_elements, self.mesh.whole.size)
+        for sharded, owner in zip(stepped_in_full, owners, strict=True):
+            sharded.owner = owner
 
     def shard(
         self,

@@ -32,6 +32,7 @@ from alpa_strategy.comm.collectives import all_gather_object, world_size
 from alpa_strategy.comm.mesh import AxisComm, MeshComm, build_mesh
 from alpa_strategy.errors import PlanError
 from alpa_strategy.ir.graph import ParameterInput
+from alpa_strategy.ir.optimizer_info import Reads
 from alpa_strategy.ir.plan import StagePlan, stage_ranks
 from alpa_strategy.options import BUCKET_BYTES
 from alpa_strategy.runtime.gradients import Completed, ReplicaReducer, Replicas, chunk_shape
@@ -59,6 +60,9 @@ class _StageParameter:
 
     # In any stage of this rank; None if this rank stores nothing of it.
     local: ShardedParameter | None
+
+    # The rank that has all of its optimizer state, if an optimizer steps it in full.
+    stepped_by: int | None = None
 
 
 class ParameterStore:
@@ -236,6 +240,74 @@ class ParameterStore:
         replica = self.replica(parameter)
         return replica is not None and replica[0] == 0
 
+    # Owners: devices that step full parameters
+
+    def assign_owners(self, reads: Mapping[nn.Parameter, Reads]) -> None:
+        """Choose the device that steps each parameter of which an optimizer needs the full tensor.
+        Collective.
+
+        Args:
+            reads: what optimizers look at, by parameter.
+        """
+        for mesh in self._meshes.values():
+            mesh.assign_owners(reads)
+        owners: dict[str, int] = {}
+        for known in self._known.values():
+            sharded = known.owned
+            if sharded is not None and sharded.owner is not None:
+                owners[known.name] = sharded.mesh.ranks[sharded.owner]
+        of_ranks = [owners]
+        if self._is_split:
+            of_ranks = all_gather_object(owners, self.mesh.whole.group)
+        for known in self._known.values():
+            source = known.source if self._is_split else 0
+            known.stepped_by = of_ranks[source].get(known.name)
+
+    def is_stepped_in_full(self, parameter: nn.Parameter) -> bool:
+        """Whether one device steps the full parameter, and has all of its optimizer state."""
+        known = self._known.get(parameter)
+        return known is not None and known.stepped_by is not None
+
+    def has_state(self, parameter: nn.Parameter) -> bool:
+        """Whether this rank has optimizer state of the parameter: of its shard, or all of it."""
+        known = self._known.get(parameter)
+        if known is None:
+            return True
+        if known.local is None:
+            return False
+        return known.local.owner in (None, known.local.mesh.whole.index)
+
+    def writes_state(self, parameter: nn.Parameter) -> bool:
+        """Whether this rank has the state of a parameter that is stepped in full, for checkpoints.
+
+        One rank of the store has it, one store of `copies`.
+        """
+        rank = self.mesh.ranks[self.mesh.whole.index]
+        return self._known[parameter].stepped_by == rank and self.copies[0] == 0
+
+    def state_of_owner(self, parameter: nn.Parameter, tensor: Tensor, shape: torch.Size) -> Tensor:
+        """Return a state tensor of a parameter that is stepped in full, on every rank. Collective.
+
+        Args:
+            parameter: of the module.
+            tensor: the state tensor at the owner; elsewhere only its dtype is used.
+            shape: of the state tensor.
+        """
+        rank = self.mesh.ranks[self.mesh.whole.index]
+        source = self._known[parameter].stepped_by
+        if source == rank:
+            full = tensor.to(self.device).contiguous()
+        else:
+            full = torch.empty(shape, dtype=tensor.dtype, device=self.device)
+        if self.mesh.whole.size > 1:
+            dist.broadcast(full, group=self.mesh.whole.group, group_src=source)
+        return full
+
+    @property
+    def sharded(self) -> tuple[ShardedParameter, ...]:
+        """The parameters of this rank's meshes, in the same order on the devices of each."""
+        return tuple(s for mesh in self._meshes.values() for s in mesh.sharded)
+
     # Into shards, and out of them
 
     def shard(
@@ -411,13 +483,14 @@ class ParameterStore:
         return _start_gather_in_one(list(parts.values()), splits, first.mesh.axes[0], first.device)
 
     def collect_from_owners(self, local_objects: Mapping[nn.Parameter, T]) -> dict[nn.Parameter, T]:
-        """Return for each parameter the object of the stage that owns it, on every rank.
-        Collective.
+        """Return for each parameter the object of the stage, or the device, that owns it, on every
+        rank. Collective.
 
         Args:
             local_objects: this rank's objects, small and picklable.
         """
-        if not self._is_split:
+        has_owners = any(known.stepped_by is not None for known in self._known.values())
+        if not self._is_split and not has_owners:
             return dict(local_objects)
 
         owned: dict[str, T] = {}
@@ -428,7 +501,8 @@ class ParameterStore:
 
         result = {p: value for p, value in local_objects.items() if p not in self}
         for parameter, known in self._known.items():
-            of_owner = of_ranks[known.source]
+            rank = known.source if known.stepped_by is None else known.stepped_by
+            of_owner = of_ranks[rank]
             if known.name in of_owner:
                 result[parameter] = of_owner[known.name]
         return result

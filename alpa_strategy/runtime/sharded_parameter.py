@@ -73,6 +73,10 @@ class ShardedParameter:
     # Whether the step uses a gathered copy, `leaf`, which is made once per step.
     is_gathered_once: bool
 
+    # Index in `mesh.whole` of the device that steps it in full, and has all of its optimizer state.
+    # None: each device steps its shard.
+    owner: int | None = None
+
     # To host memory, once the parameter is stored there.
     link: HostLink | None = None
 
@@ -451,9 +455,22 @@ class ShardedParameter:
             self.plan.layout.local_shape(self.shape, self.mesh.shape, self.mesh.coordinate)
         )
 
-    def _piece(self, full: Tensor, layout: Layout) -> Tensor:
-        """Return the view of the full tensor that this device stores under `layout`."""
-        ranges = layout.slices(self.shape, self.mesh.shape, self.mesh.coordinate)
+    def piece_at(self, full: Tensor, coordinate: Sequence[int]) -> Tensor:
+        """Return the view of a full tensor that the device at `coordinate` of the mesh stores.
+
+        It has the dims of the step.
+        """
+        return self._piece(full, self.plan.layout, coordinate)
+
+    def _piece(
+        self, full: Tensor, layout: Layout, coordinate: Sequence[int] | None = None
+    ) -> Tensor:
+        """Return the view of the full tensor that a device, this one by default, stores under
+        `layout`.
+        """
+        if coordinate is None:
+            coordinate = self.mesh.coordinate
+        ranges = layout.slices(self.shape, self.mesh.shape, coordinate)
         return full.view(self.shape)[tuple(slice(start, stop) for start, stop in ranges)]
 
 

@@ -1,5 +1,5 @@
 """The step of all ranks is each rank's step on its own batch: losses, the mean's gradients,
-outputs, logs and rank 0's buffers.
+outputs, logs and buffers.
 """
 
 from __future__ import annotations
@@ -93,10 +93,13 @@ def assert_merged(function: Callable[..., Any], num_ranks: int, num_samples: int
                 if index in how:
                     value = how[index].of(value, rank, num_ranks)
                 same(value, of_rank[expected], **close)
-    for mine, theirs in zip(merged.buffers, captured.buffers, strict=True):
-        assert (mine.update is None) == (theirs.update is None)
-        if mine.update is not None:
-            same(values[mine.update], alone[0][0][theirs.update], **close)
+        for mine, theirs in zip(merged.buffers, captured.buffers, strict=True):
+            assert (mine.update is None) == (theirs.update is None)
+            if mine.update is not None:
+                value = values[mine.update]
+                if mine.update in how:
+                    value = how[mine.update].of(value, rank, num_ranks)
+                same(value, of_rank[theirs.update], **close)
 
 
 DETERMINISTIC = [

@@ -70,8 +70,10 @@ class Recorder(pl.Callback):
                 parameter.detach() if store is None else store.gather(parameter)
             ).clone()
         rates = [group["lr"] for group in trainer.optimizers[0].param_groups]
+        # Each rank has the loss of its own batch.
+        loss = trainer.strategy.reduce(outputs["loss"].detach().clone(), reduce_op="mean")
         self.steps[trainer.global_step] = {
-            "loss": float(outputs["loss"]),
+            "loss": float(loss),
             "lr": rates,
             "weights": weights,
         }

@@ -60,10 +60,14 @@ class Recorder(pl.Callback):
         self.gradients.append(results)
 
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx) -> None:
-        # Each rank has the loss of its own batch.
-        loss = outputs["loss"].detach().clone()
-        self.losses.append(float(trainer.strategy.reduce(loss, reduce_op="mean")))
-        self.metrics.append({k: float(v) for k, v in trainer.callback_metrics.items()})
+        self.losses.append(_mean_over_ranks(trainer, outputs["loss"]))
+        metrics = trainer.callback_metrics
+        self.metrics.append({name: _mean_over_ranks(trainer, metrics[name]) for name in metrics})
+
+
+def _mean_over_ranks(trainer: pl.Trainer, value: torch.Tensor) -> float:
+    """Return the mean of a number that is each rank's own: of its own batch."""
+    return float(trainer.strategy.reduce(value.detach().clone().double(), reduce_op="mean"))
 
 
 def record(model_name: str, *args: Any, **kwargs: Any) -> dict[str, Any]:
@@ -174,7 +178,7 @@ def _loader(
         batches = []
         for batch in _global_batches(len(data), world_size, samples):
             for index in range(num_microbatches):
-                batches.append(_part(batch, world_size, num_microbatches, index))
+                batches.append(_part(batch, num_microbatches, index))
         return DataLoader(data, batch_sampler=batches)
     if strategy_kwargs.get("batch_scope") == "global":
         # In the order of the reference, unless the ranks cannot share the samples.
@@ -223,10 +227,56 @@ def _global_batches(num_samples: int, world_size: int, size: int) -> list[list[i
     return batches
 
 
-def _part(batch: list[int], world_size: int, num_microbatches: int, m: int) -> list[int]:
-    """The m-th part of every rank's samples."""
-    rows = torch.tensor(batch).view(world_size, num_microbatches, -1)
-    return rows[:, m].flatten().tolist()
+def _part(batch: list[int], num_microbatches: int, m: int) -> list[int]:
+    """The m-th micro-batch: neighbouring samples, which are whole ranks' where ranks have some."""
+    size = len(batch) // num_microbatches
+    return batch[m * size : (m + 1) * size]
+
+
+def assert_trains_as_plain(
+    run: dict[str, Any],
+    scope: str,
+    world_size: int,
+    has_batch_norm: bool,
+    plain: Callable[[int, int], dict[str, Any]],
+    tolerance: float = 1e-9,
+    samples: int = SAMPLES_PER_STEP,
+) -> None:
+    """Assert that a run has the numbers of the plain Trainer.
+
+    Under `batch_scope="global"` these are one device's on the full batch. Otherwise they are DDP's:
+    one device's that accumulates gradients over the ranks' batches. BatchNorm's statistics are
+    those of a micro-batch, unless that has all samples of some ranks.
+
+    Args:
+        run: of `record_model`.
+        scope: "global" or "rank".
+        world_size: ranks of the run.
+        has_batch_norm: whether the model has BatchNorm.
+        plain: makes the plain Trainer's run, called with the number of ranks whose samples it
+            takes one after the other, and of the parts that it accumulates gradients over.
+        samples: of all ranks in a step.
+    """
+    num_parts = world_size if scope == "rank" else 1
+    num_microbatches = run["pipeline"][1]
+    has_whole_ranks = scope == "rank" and world_size % num_microbatches == 0
+    if has_batch_norm and not has_whole_ranks:
+        num_parts *= num_microbatches
+    num_ranks = 1 if samples % world_size else world_size
+    reference = plain(num_ranks, num_parts)
+    if num_parts > 1:
+        # The plain Trainer logs the last part.
+        reference = {**reference, "metrics": run["metrics"]}
+    if has_batch_norm and scope == "rank":
+        # Rank 0's samples update buffers, test_ranks.py compares them; here all parts do.
+        reference = {**reference, "state": {**reference["state"], **_statistics(run["state"])}}
+    assert_same(run, reference, tolerance)
+
+
+def _statistics(state: dict[str, Any]) -> dict[str, Any]:
+    """Return BatchNorm's buffers of a state dict."""
+    suffixes = ("running_mean", "running_var", "num_batches_tracked")
+    return {name: value for name, value in state.items() if name.endswith(suffixes)}
 
 
 def assert_same(run: dict[str, Any], reference: dict[str, Any], tolerance: float = 1e-9) -> None:

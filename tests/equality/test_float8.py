@@ -49,7 +49,9 @@ class Float8MLP(lightning.LightningModule):
         )
 
 
-def train(recipe: str, strategy: dict[str, Any] | None, ranks: int, root: str) -> dict[str, Any]:
+def train(
+    recipe: str | None, strategy: dict[str, Any] | None, ranks: int, root: str
+) -> dict[str, Any]:
     return record_model(
         Float8MLP, {"recipe": recipe}, strategy, STEPS, ranks, None, 1, root, "32-true"
     )
@@ -77,12 +79,16 @@ def test_captured_data_parallel_is_what_ddp_computes(pool, tmp_path, recipe):
 
 
 def test_tensor_parallel_products_differ_from_one_device_by_float8_rounding(pool, tmp_path):
-    """One by columns and one by rows, as plain linears are; parts are scaled by themselves."""
+    """One by columns and one by rows, as plain linears are; parts are scaled by themselves.
+
+    Scales of rows are powers of two, so that parts may be rounded as one device rounds the whole.
+    """
+    full_precision = pool.run(1, train, None, None, 2, str(tmp_path), init_group=False)[0]
     one = pool.run(1, train, "rowwise", None, 2, str(tmp_path), init_group=False)[0]
     for run in runs(pool, tmp_path, "rowwise", parallel="tensor", batch_scope="global"):
         assert {run["modes"]["inner.0.weight"], run["modes"]["inner.2.weight"]} == {"S0", "S1"}
         assert run["losses"] == pytest.approx(one["losses"], rel=2e-2)
-        assert run["losses"] != one["losses"], "else nothing was float8"
+        assert run["losses"] != pytest.approx(full_precision["losses"], rel=1e-5)
 
 
 def test_compiled_float8_products_are_priced_below_those_of_bf16():

@@ -10,6 +10,7 @@ from alpa_strategy.planner.optimizer_info import (
     optimizer_info_of,
     wants_sparse_gradients,
 )
+from alpa_strategy.planner.optimizer_reads import reads_of
 
 OPTIMIZERS = [
     "Adam",
@@ -200,6 +201,35 @@ def test_inspection_leaves_optimizer_and_random_state_alone() -> None:
     inspect_optimizer(optimizer)
     assert not optimizer.state
     assert torch.equal(before, torch.get_rng_state())
+
+
+class Batched(NormScaled):
+    """Scales every matrix of a batch by its own norm."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                norm = torch.linalg.matrix_norm(p, keepdim=True) if p.dim() > 1 else 1.0
+                p -= group["lr"] * norm * p.grad
+
+
+def test_dims_that_may_be_sharded_are_found_for_each_parameter() -> None:
+    batch, matrix = torch.nn.Parameter(torch.ones(4, 6, 5)), torch.nn.Parameter(torch.ones(4, 6))
+    vector = torch.nn.Parameter(torch.ones(8))
+    reads = reads_of(Batched([batch, matrix, vector], lr=0.1))
+    assert reads[batch].free_dims == {0}
+    assert reads[matrix].free_dims == set()
+    assert reads[vector].is_element_wise
+    assert all(each.is_parameter_wise for each in reads.values())
+
+
+def test_what_steps_full_parameters_one_by_one_may_be_sharded() -> None:
+    muon = inspect_optimizer(torch.optim.Muon(parameter()))
+    assert not muon.element_wise
+    assert muon.may_step_shards
+    assert not inspect_optimizer(JointlyScaled(parameter(), 0.1)).may_step_shards
+    assert not inspect_optimizer(torch.optim.LBFGS(parameter())).may_step_shards
 
 
 def test_several_optimizers_are_one_clear_error() -> None:

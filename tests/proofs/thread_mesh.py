@@ -131,6 +131,7 @@ class ThreadMesh:
     coordinate: tuple[int, ...]
     axes: tuple[ThreadAxis, ...]
     whole: ThreadAxis
+    is_in_order: bool = True
 
 
 def run_on_threads(

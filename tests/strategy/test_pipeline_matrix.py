@@ -11,7 +11,7 @@ from dataclasses import replace
 import pipeline_models
 import pipeline_models_crossing
 import pytest
-from equality.harness import assert_same, record
+from equality.harness import assert_trains_as_plain, record
 from strategy.staged_plans import staged_plan
 
 from alpa_strategy.schedules import SCHEDULES
@@ -29,10 +29,7 @@ MODELS = {
     "twice": {},
 }
 EXTRA = {"frozen": {}, **{name: {} for name in pipeline_models_crossing.CROSSING}}
-BATCH_NORM = (
-    "convnet",
-    "resnet",
-)  # statistics per micro-batch, as under plain gradient accumulation
+BATCH_NORM = ("convnet", "resnet")
 INSIDE = ("tensor", "data", "zero2", "zero3")
 FLAT = {"2+2": ((0, 1), (2, 3)), "1+3": ((0,), (1, 2, 3)), "2+1+1": ((0, 1), (2,), (3,))}
 
@@ -100,17 +97,15 @@ def check(
     runs = pool.run(world, run, model, kwargs, options, STEPS, world, clip, accumulate)
     for one in runs:
         assert one["pipeline"] == (len(places), num_microbatches, schedule)
-    compare(plain, runs, model, kwargs, world if scope == "rank" else 1, clip, accumulate)
+    compare(plain, runs, model, kwargs, scope, clip, accumulate)
 
 
-def compare(plain, runs, model, kwargs, num_ranks, clip, accumulate):
-    """With one device; where BatchNorm is, with its accumulation over the same micro-batches."""
-    parts = runs[0]["pipeline"][1] if model in BATCH_NORM else 1
-    reference = plain(model, kwargs, num_ranks, clip, accumulate, parts)
-    if parts > 1:  # the plain Trainer logs every part, the pipeline the full step
-        reference = {**reference, "metrics": runs[0]["metrics"]}
+def compare(plain, runs, model, kwargs, scope, clip, accumulate):
+    def plain_run(num_ranks, num_parts):
+        return plain(model, kwargs, num_ranks, clip, accumulate, num_parts)
+
     for one in runs:
-        assert_same(one, reference)
+        assert_trains_as_plain(one, scope, len(runs), model in BATCH_NORM, plain_run)
 
 
 @pytest.mark.parametrize(
@@ -149,7 +144,7 @@ def test_the_solvers_plans_train_as_one_device(pool, plain, tmp_path, model, wor
     settings = {"cluster": "pcie_8gpu", "plan_dir": str(tmp_path), "verbose": False, **options}
     runs = pool.run(world, run, model, kwargs, settings, STEPS, world, 0.1, 1)
     assert runs[0]["pipeline"][0] == options["num_stages"]
-    compare(plain, runs, model, kwargs, 1 if "batch_scope" in options else world, 0.1, 1)
+    compare(plain, runs, model, kwargs, options.get("batch_scope", "global"), 0.1, 1)
 
 
 def cases():

@@ -1,0 +1,121 @@
+"""Optimizer state of parameters that one device steps in full (`runtime/owner_step.py`).
+
+It is at that device only, and may have any structure: moments of the parameter's shape, a list of
+preconditioners, objects. Other ranks get a description of it: the same structure with meta tensors.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from alpa_strategy.checkpoint.on_demand import LazyEntryGather
+from alpa_strategy.checkpoint.tensors import LocalShards, StoredTensor
+from alpa_strategy.runtime.parameters import ParameterStore
+from alpa_strategy.runtime.sharded_parameter import Chunk
+
+# (parameter, a tensor of its state at the owner, the tensor's shape) -> what a state dict has.
+# Elsewhere than at the owner the tensor is an empty one.
+ConvertOwned = Callable[[nn.Parameter, Tensor, torch.Size], Any]
+
+
+@dataclass(frozen=True)
+class _DescribedTensor:
+    """A tensor of the state, as its rank describes it to the others."""
+
+    # Without values (meta) if it has dims. Step counters and the like have their values.
+    value: Tensor
+
+    is_on_device: bool
+
+
+def described_state(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the description of a parameter's state: small and picklable."""
+    return pytree.tree_map_only(Tensor, _described, dict(state))
+
+
+def _described(tensor: Tensor) -> _DescribedTensor:
+    is_on_device = tensor.device.type != "cpu"
+    if tensor.dim() == 0:
+        return _DescribedTensor(tensor.detach().cpu(), is_on_device)
+    meta = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+    return _DescribedTensor(meta, is_on_device)
+
+
+def converted_state(
+    parameter: nn.Parameter,
+    description: Mapping[str, Any],
+    state: Mapping[str, Any] | None,
+    convert: ConvertOwned,
+) -> dict[str, Any]:
+    """Return the state with converted tensors, on every rank. Collective if `convert` is.
+
+    Args:
+        parameter: of the module.
+        description: of its state.
+        state: at the owner; None elsewhere.
+        convert: is called for all tensors with dims, in the same order on all ranks.
+    """
+    leaves, structure = pytree.tree_flatten(dict(description))
+    local_leaves: list[Any] = [None] * len(leaves)
+    if state is not None:
+        local_leaves = pytree.tree_leaves(dict(state))
+
+    converted: list[Any] = []
+    for leaf, local in zip(leaves, local_leaves, strict=True):
+        if not isinstance(leaf, _DescribedTensor):
+            converted.append(leaf if local is None else local)
+        elif leaf.value.is_meta:
+            tensor = torch.empty(0, dtype=leaf.value.dtype) if local is None else local
+            converted.append(convert(parameter, tensor, leaf.value.shape))
+        elif local is not None:
+            converted.append(local)
+        else:
+            converted.append(leaf.value.to(parameter.device) if leaf.is_on_device else leaf.value)
+    return pytree.tree_unflatten(converted, structure)
+
+
+def owner_state_to_write(store: ParameterStore, on_demand: LazyEntryGather) -> ConvertOwned:
+    """Return the function that returns the `LocalShards` of a state tensor: the owner writes all of
+    it.
+
+    Every rank has to call it for the same tensors in the same order.
+
+    Args:
+        store: of the parameters.
+        on_demand: gathers the tensors that hooks compute with.
+    """
+
+    def shards(parameter: nn.Parameter, tensor: Tensor, shape: torch.Size) -> LocalShards:
+        def gather() -> Tensor:
+            return store.state_of_owner(parameter, tensor, shape).to(tensor.device)
+
+        def put(full: Tensor) -> None:
+            if tensor.shape == shape:
+                tensor.copy_(full.view(shape))
+
+        chunks = []
+        if store.writes_state(parameter):
+            chunks.append(Chunk((0,) * len(shape), tensor))
+        entry = on_demand.add(gather, put, is_local=False)
+        entry.held = LocalShards(shape, tensor.dtype, chunks, entry, device=tensor.device)
+        return entry.held
+
+    return shards
+
+
+def state_in_full(state: Any, values: Callable[[Tensor], Tensor] = Tensor.clone) -> Any:
+    """Return state with full tensors in memory, of state (or a part of it) in a checkpoint or of a
+    full parameter.
+
+    Args:
+        values: returns the full tensor of one that is in memory, or will be.
+    """
+
+    def full(tensor: Tensor) -> Tensor:
+        return tensor.whole() if isinstance(tensor, StoredTensor) else values(tensor)
+
+    return pytree.tree_map_only(Tensor, full, state)
