@@ -35,11 +35,10 @@
   const joined = (nodes) => nodes.flatMap((node, index) => (index ? [", ", node] : [node]));
 
   function messages(plan, stage, list) {
-    return alpa.table(["collective", "axis", "when", "of", "#bytes", "#time"], list.map((m) => [
-      (m.count > 1 ? `${m.count} × ` : "") + m.kind.replace("_", "-"), `${m.axis}`,
-      `${PHASES[m.phase]}, ${PLACES[m.place]}`,
-      m.value ? el("span", {}, link(plan, stage, m.value), ` ${m.from} → ${m.to}`) : "",
-      alpa.bytes(m.bytes), alpa.seconds(m.seconds)]));
+    return alpa.table(["collective", "axis", "when", "#bytes", "#time"], list.map((m) => [
+      el("span", {}, (m.count > 1 ? `${m.count} × ` : "") + m.kind.replace("_", "-"),
+        m.value ? el("div", {}, "of ", link(plan, stage, m.value), ` ${m.from} → ${m.to}`) : ""), `${m.axis}`,
+      `${PHASES[m.phase]}, ${PLACES[m.place]}`, alpa.bytes(m.bytes), alpa.seconds(m.seconds)]));
   }
 
   function command(text) {
