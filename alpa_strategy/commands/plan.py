@@ -23,6 +23,7 @@ from alpa_strategy.display.progress import Progress, peak_rss_bytes
 from alpa_strategy.display.table import plan_table, plan_timing, tune_table
 from alpa_strategy.errors import AlpaError, OptionError, check_names
 from alpa_strategy.files import RECIPES, shipped_folder
+from alpa_strategy.fit.command import add_fit_arguments, is_by_name, plan_by_name
 from alpa_strategy.ir.plan import Plan
 from alpa_strategy.ir.plan_details import Origin
 from alpa_strategy.partial_results import PartialResults
@@ -74,10 +75,13 @@ def add_arguments(plan: argparse.ArgumentParser) -> None:
         help="a plan for other batches; parameters keep its devices and layouts",
     )
     plan.add_argument("-o", "--output", metavar="PLAN.json", help="file to store the plan in")
+    add_fit_arguments(plan)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Plan the recipe, print the plan, and store it with its page if a file is given."""
+    """Plan the recipe, or a model by its name, print the plan, and store it with its page if a file
+    is given.
+    """
     from alpa_strategy.page.stored import store_plan
 
     with writing(arguments.output or "plan.json"):
@@ -87,7 +91,26 @@ def run(arguments: argparse.Namespace) -> int:
     to_cluster, overrides = split_overrides(arguments.overrides)
     cluster = ClusterSpec.load(arguments.cluster, to_cluster)
     console = make_console()
+    if is_by_name(arguments.recipe):
+        plan, task = plan_by_name(arguments, cluster, overrides)
+    else:
+        plan, task = _plan_recipe(arguments, cluster, overrides, console)
 
+    if arguments.output:
+        with writing(arguments.output):
+            origin = Origin(arguments.recipe, arguments.cluster, tuple(arguments.overrides))
+            page = store_plan(arguments.output, plan, task, origin)
+        console.print(plain(f"plan stored in {arguments.output}, its page in {page}"))
+    return 0
+
+
+def _plan_recipe(
+    arguments: argparse.Namespace,
+    cluster: ClusterSpec,
+    overrides: Sequence[str],
+    console: Console,
+) -> tuple[Plan, "PlanTask"]:
+    """Plan a recipe and print the plan; return it with its task."""
     recipe = load_recipe(arguments.recipe, overrides)
     check_plannable(recipe)
 
@@ -106,12 +129,7 @@ def run(arguments: argparse.Namespace) -> int:
     console.print(plan_table(plan, memory_limit=usable_bytes))
     console.print(findings_text(plan))
     console.print(plan_timing(plan, peak_rss_bytes()))
-    if arguments.output:
-        with writing(arguments.output):
-            origin = Origin(arguments.recipe, arguments.cluster, tuple(arguments.overrides))
-            page = store_plan(arguments.output, plan, task, origin)
-        console.print(plain(f"plan stored in {arguments.output}, its page in {page}"))
-    return 0
+    return plan, task
 
 
 def _planned(

@@ -31,7 +31,13 @@ from alpa_strategy.inter_op.stored_costs import stage_fields, stage_record
 from alpa_strategy.inter_op.subgraph import stage_on
 from alpa_strategy.intra_op import memory_choices
 from alpa_strategy.intra_op.build import IntraOp, OptionTables, build
-from alpa_strategy.intra_op.decode import busy_seconds, bytes_ahead, decode, working_bytes
+from alpa_strategy.intra_op.decode import (
+    busy_seconds,
+    bytes_ahead,
+    decode,
+    parameter_bytes,
+    working_bytes,
+)
 from alpa_strategy.intra_op.memory_choices import with_host_price, with_recompute
 from alpa_strategy.intra_op.problem import Problem, Solution
 from alpa_strategy.intra_op.restrict import least_of_equals, restrict
@@ -468,13 +474,17 @@ class StageSolver:
         ahead = bytes_ahead(intra, assignment, headroom / (2 * request.stages_per_mesh))
         # Parameters and, in the backward, gradients.
         peak += 2 * ahead
-        communication = max(0.0, seconds - compute - optimizer)
-        plan = decode(
-            intra,
-            assignment,
-            request.submesh,
-            Predicted(seconds, int(peak), compute, communication, optimizer),
+        memory = cost.memory_parts(
+            parameter_bytes(intra, assignment),
+            request.alive / request.stages_per_mesh,
+            request.remat,
         )
+        memory["temporary"] += 2 * ahead
+        communication = max(0.0, seconds - compute - optimizer)
+        predicted = Predicted(
+            seconds, int(peak), compute, communication, optimizer, memory=_whole_bytes(memory, peak)
+        )
+        plan = decode(intra, assignment, request.submesh, predicted)
         return replace(
             plan,
             ops=(request.first, request.last),
@@ -510,6 +520,20 @@ def _least_memory(priced: PricedStage, alive: float) -> tuple[int, ...]:
             least_bytes = num_bytes
         count //= 2
     return best
+
+
+def _whole_bytes(parts: Mapping[str, float], total: float) -> dict[str, int]:
+    """Return the parts as whole numbers whose sum is that of `total`."""
+    whole = {}
+    rounded_up_to = 0
+    summed = 0.0
+    for name, num_bytes in parts.items():
+        summed += num_bytes
+        end = int(min(summed, total))
+        whole[name] = end - rounded_up_to
+        rounded_up_to = end
+    whole[name] += int(total) - rounded_up_to
+    return whole
 
 
 def _per_step(collective: Collective, count: int, remat: bool) -> Collective:

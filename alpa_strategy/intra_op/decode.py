@@ -183,12 +183,23 @@ def transfer_messages(
                     num_bytes = round(reshard.share * meta.num_bytes)
                     if is_gathered and phase == "backward":
                         num_bytes = _gradient_bytes(intra, kind, num_bytes, meta)
-                    at = "step" if once and phase == "forward" else phase
+                    at = _phase(phase, once)
                     yield resharding, Message(kind, reshard.axis, at, num_bytes, is_gathered)
                     if phase == "forward":
                         for _ in range(more):
                             again = Message(kind, reshard.axis, "backward", num_bytes, is_gathered)
                             yield resharding, again
+
+
+def _phase(phase: str, once: bool) -> str:
+    """Return when a collective of an op runs.
+
+    Args:
+        phase: of the op's collective.
+        once: whether the op runs once per step.
+    """
+    runs_per_step = once and phase == "forward"
+    return "step" if runs_per_step else phase
 
 
 def op_messages(intra: IntraOp, assignment: Sequence[int]) -> Iterator[tuple[int, Message]]:
@@ -197,8 +208,7 @@ def op_messages(intra: IntraOp, assignment: Sequence[int]) -> Iterator[tuple[int
         once = i in intra.per_step.ops
         for axis, strategy in enumerate(options.strategies[assignment[len(intra.parameters) + i]]):
             for c in strategy.collectives:
-                phase = "step" if once and c.phase == "forward" else c.phase
-                yield i, Message(c.kind, axis, phase, c.num_bytes)
+                yield i, Message(c.kind, axis, _phase(c.phase, once), c.num_bytes)
 
 
 def parameter_messages(intra: IntraOp, assignment: Sequence[int]) -> Iterator[tuple[int, Message]]:
@@ -257,6 +267,18 @@ def working_bytes(intra: IntraOp, assignment: Sequence[int], begins: bool = Fals
         (local_bytes(meta, target, intra.mesh.shape) for meta, target in gathered), default=0
     )
     return largest_op + 2 * largest_gather + fetched_bytes(intra, assignment)
+
+
+def parameter_bytes(intra: IntraOp, assignment: Sequence[int]) -> dict[str, float]:
+    """Return the bytes of `weights`, `gradients` and `state` of all parameters on a device."""
+    totals = {"weights": 0.0, "gradients": 0.0, "state": 0.0}
+    for options, k in zip(intra.parameters, assignment, strict=False):
+        weights = float(options.weight_bytes[k])
+        state = float(options.state_bytes[k])
+        totals["weights"] += weights
+        totals["state"] += state
+        totals["gradients"] += float(options.num_bytes[k]) - weights - state
+    return totals
 
 
 def read_last(intra: IntraOp) -> list[list[int]]:

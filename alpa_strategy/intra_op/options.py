@@ -53,6 +53,11 @@ class ParameterOptions:
     # The stored gradient's share of `num_bytes`.
     gradient_bytes: np.ndarray
 
+    # The shares of the parameter with its gathered copy, and of the optimizer's state. The rest
+    # are gradients.
+    weight_bytes: np.ndarray
+    state_bytes: np.ndarray
+
     # Seconds per micro-batch to fetch the parameter from host memory for a use, and to return a
     # gradient there.
     fetch_seconds: np.ndarray
@@ -232,6 +237,8 @@ class _StorageCost(NamedTuple):
     seconds: float
     num_bytes: float
     gradient_bytes: float
+    weight_bytes: float
+    state_bytes: float
     fetch_seconds: float
     return_seconds: float
     backward_seconds: float
@@ -255,20 +262,24 @@ def _storage_cost(
     seconds = 0.0
     update = 0.0
     gradient_bytes = 0
-    gathered_bytes = 0
-    stored_bytes = stored.num_bytes
+    gathered_weight_bytes = 0
+    gathered_gradient_bytes = 0
+    state_bytes = 0
     if meta.requires_grad:
         scale = optimizer.gradient_scale(meta.dtype.itemsize)
         seconds += _step_collective_seconds(plan, meta, read, mesh, scale)
         update = _update_seconds(stored, mesh, costs, optimizer, on_host)
         seconds += update
         gradient_bytes = int(scale * stored.num_bytes)
-        stored_bytes += int(stored.num_elements * optimizer.state_bytes) + gradient_bytes
+        state_bytes = int(stored.num_elements * optimizer.state_bytes)
         if plan.is_gathered_once or (on_host and not plan.is_fetched):
             # The gathered copy, and its gradient before it is scattered.
             full = local_bytes(meta, plan.step_layout(True), mesh.shape)
-            gathered_bytes = full * read.itemsize // meta.dtype.itemsize + int(scale * full)
+            gathered_weight_bytes = full * read.itemsize // meta.dtype.itemsize
+            gathered_gradient_bytes = int(scale * full)
 
+    stored_bytes = stored.num_bytes + gradient_bytes + state_bytes
+    gathered_bytes = gathered_weight_bytes + gathered_gradient_bytes
     fetch = 0.0
     return_seconds = 0.0
     if on_host and mesh.host is not None:
@@ -284,6 +295,8 @@ def _storage_cost(
         seconds=seconds / num_steps,
         num_bytes=gathered_bytes if on_host else stored_bytes + gathered_bytes,
         gradient_bytes=0 if on_host else gradient_bytes,
+        weight_bytes=gathered_weight_bytes + (0 if on_host else stored.num_bytes),
+        state_bytes=0 if on_host else state_bytes,
         fetch_seconds=fetch,
         return_seconds=return_seconds,
         backward_seconds=0.0,

@@ -30,6 +30,7 @@ from alpa_strategy.ir.placement import DualLayout, Layout
 __all__ = [
     "EAGER_SCHEDULE",
     "FORMAT_VERSION",
+    "MEMORY_PARTS",
     "Collective",
     "Fingerprint",
     "ParameterMode",
@@ -54,6 +55,11 @@ EAGER_SCHEDULE = "as written"
 
 # Attribute of a plan with its task.
 _EXPLAINED_BY = "_explained_by"
+
+# What a device's memory has at its peak. Weights include gathered copies and casts, gradients those
+# before they are scattered. Temporary are the largest op's workspace and gradients, prefetched
+# parameters and the optimizer's.
+MEMORY_PARTS = ("weights", "gradients", "state", "activations", "temporary")
 
 # Larger numbers in a file are mistakes: the structures made from them would not fit into memory.
 MAX_DEVICES = 1 << 24
@@ -130,6 +136,9 @@ class Predicted:
 
     # Time in which the host and the devices work at the same time.
     hidden_seconds: float = 0.0
+
+    # Part of `peak_bytes` -> its bytes (`MEMORY_PARTS`); empty if they are not known.
+    memory: dict[str, int] = field(default_factory=dict)
 
     @property
     def device_seconds(self) -> float:

@@ -52,6 +52,7 @@ _OPTIONAL_FIELDS = {
     "host_seconds",
     "loop_seconds",
     "hidden_seconds",
+    "memory",
     "step_notes",
 }
 

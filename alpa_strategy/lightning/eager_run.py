@@ -48,6 +48,7 @@ from alpa_strategy.runtime.activation_checkpoint import (
 from alpa_strategy.runtime.eager_fully_shard import EagerFullyShard, set_data
 from alpa_strategy.runtime.gradients import Replicas
 from alpa_strategy.runtime.host_memory import enforce_memory_plan, tuned
+from alpa_strategy.runtime.owner_step import OwnerStep
 from alpa_strategy.runtime.parameters import ParameterStore
 from alpa_strategy.runtime.synced_norms import synced
 
@@ -245,7 +246,7 @@ class EagerRun(ShardedRun):
     def _shard_on_use(self) -> None:
         """Gather each module's sharded parameters while it runs."""
         store = self.store
-        self._reads = _ShardedGradientReads(store)
+        self._reads = _ShardedGradientReads(store, self._owner_steps)
         parameter_plans = self.plan.stages[0].parameter_plans.values()
         keeps = not any(parameter_plan.uses_shards for parameter_plan in parameter_plans)
         has_room = self.no_headroom_for_evaluation() is None
@@ -385,9 +386,10 @@ class _ShardedGradientReads(TorchFunctionMode):
     A full gradient that the user's code sets is sharded.
     """
 
-    def __init__(self, store: ParameterStore) -> None:
+    def __init__(self, store: ParameterStore, owner_steps: Sequence[OwnerStep]) -> None:
         super().__init__()
         self._store = store
+        self._owner_steps = owner_steps
         self._has_warned = False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -401,7 +403,9 @@ class _ShardedGradientReads(TorchFunctionMode):
                 " torch.nn.utils; for sums and products of your own keep gradients full"
                 ' (parallel="data")'
             )
-        if func == _SETS_GRAD and args[1] is not None and args[0] in sharded:
+        sets_gradient = func == _SETS_GRAD and args[1] is not None and args[0] in sharded
+        # At its owner a parameter and its gradient are full while the optimizer steps.
+        if sets_gradient and not any(step.is_stepping(args[0]) for step in self._owner_steps):
             parameter = args[0]
             data = parameter.data
             shard = self._store.shard_like(*args)

@@ -76,6 +76,12 @@ class ShardedRun(ABC):
     # The runtime of programs, if there are any.
     _placed: PlanRuntime | None = None
 
+    # Samples of a step of all devices that run it together; None: not known.
+    samples_per_step: int | None = None
+
+    # Seconds of a step's products if these devices were always at their peak; None: not known.
+    seconds_at_peak: float | None = None
+
     def __init__(
         self,
         given: RunInputs,
@@ -99,9 +105,11 @@ class ShardedRun(ABC):
         if job.limits.check_gradients and optimizers:
             check = GradientCheck(divided=not plan.is_eager)
         self._gradient_check = check
+        # Parameters have their full shapes until then.
+        reads = {} if optimizer_info.element_wise else reads_of_all(optimizers)
         store.shard(values, job.limits.bucket_bytes, None if check is None else check.look)
-        if not optimizer_info.element_wise:
-            store.assign_owners(reads_of_all(optimizers))
+        if reads:
+            store.assign_owners(reads)
         self._owner_steps = [OwnerStep(optimizer, store.sharded) for optimizer in optimizers]
         for optimizer in optimizers:
             shard_state(optimizer, store, values)

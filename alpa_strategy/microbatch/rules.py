@@ -136,8 +136,10 @@ def time_strategies(call: OpCall, num_parts: int) -> tuple[TimeStrategy, ...]:
 
 def _over_ranks(call: OpCall) -> TimeStrategy:
     """Return the strategy of a `PerRank` whose micro-batches have some ranks' samples each."""
-    inputs = tuple(rows(0) if is_mapped else WHOLE for is_mapped in call.target.mapped)
-    return TimeStrategy(inputs, (rows(0),) * len(call.results))
+    inputs = []
+    for is_mapped in call.target.mapped:
+        inputs.append(rows(0) if is_mapped else WHOLE)
+    return TimeStrategy(tuple(inputs), (rows(0),) * len(call.results))
 
 
 def _within_ranks(target: PerRank, num_parts: int) -> tuple[TimeStrategy, ...]:

@@ -110,7 +110,9 @@ def _num_runs(step: StepGraph, num_microbatches: int, num_ranks: int) -> int:
         return num_ranks
     combines_samples = any(isinstance(op.call.target, PerRank) for op in step.ops)
     ranks_are_divisible = num_split_samples(step) % (num_ranks * num_microbatches) == 0
-    return 1 if combines_samples or not ranks_are_divisible else num_ranks
+    if combines_samples or not ranks_are_divisible:
+        return 1
+    return num_ranks
 
 
 def num_split_samples(step: StepGraph) -> int:

@@ -58,6 +58,10 @@ class OwnerStep:
             hooks.move_to_end(after.id, last=False)
             self._handles = [before, after]
 
+    def is_stepping(self, parameter: nn.Parameter) -> bool:
+        """Whether the optimizer steps the parameter now, in full at its owner."""
+        return parameter in self._shards
+
     def remove(self) -> None:
         """Remove the hooks, and what an interrupted step left. No communication."""
         for handle in self._handles:

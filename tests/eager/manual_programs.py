@@ -245,6 +245,17 @@ class TwoKindsOfOptimizer(Program):
         ]
 
 
+class MuonAndAdamW(TwoKindsOfOptimizer):
+    """Matrices by Muon, which needs them in full, vectors by AdamW."""
+
+    def configure_optimizers(self) -> Any:
+        matrices = torch.optim.Muon([p for p in self.parameters() if p.ndim > 1], lr=0.02)
+        vectors = torch.optim.AdamW([p for p in self.parameters() if p.ndim == 1], lr=0.02)
+        return [matrices, vectors], [
+            torch.optim.lr_scheduler.ExponentialLR(o, 0.9) for o in (matrices, vectors)
+        ]
+
+
 class CapturableAtFirst(Program):
     """Something that no graph can hold comes in the fourth batch only, between two batches of one
     optimizer step.

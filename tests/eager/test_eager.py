@@ -169,6 +169,7 @@ AT_OTHER_MOMENTS = {
         "SeveralBackwards",
         "ClipsByHand",
         "TwoKindsOfOptimizer",
+        "MuonAndAdamW",
         "CapturableAtFirst",
         "AveragesWeights",
     ),

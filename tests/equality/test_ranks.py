@@ -14,6 +14,7 @@ from equality.programs import MORE_PROGRAMS, PROGRAMS
 from quiet import QUIET
 from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader, Dataset
+from worker_pool import WorkerError
 
 STEPS = 5
 ALL = {**PROGRAMS, **MORE_PROGRAMS}
@@ -92,6 +93,7 @@ def train(
         "losses": recorder.losses,
         "logs": recorder.logs,
         "state": {key: value.detach().clone() for key, value in module.state_dict().items()},
+        "buffers": [name for name, _ in module.named_buffers()],
         "is_eager": plan is not None and plan.is_eager,
         "is_pipelined": plan is not None and plan.is_pipelined,
     }
@@ -118,7 +120,8 @@ def assert_same(run: dict[str, Any], reference: dict[str, Any], rank: int) -> No
         torch.testing.assert_close(logs, expected, **close)
     for name, expected in reference["state"].items():
         # A pipeline's buffers are rank 0's on all ranks, as they are in DDP's next forward.
-        if "running" not in name or rank == 0 or not run["is_pipelined"]:
+        is_buffer = name in run["buffers"]
+        if not is_buffer or rank == 0 or not run["is_pipelined"]:
             torch.testing.assert_close(run["state"][name], expected, **close)
 
 
@@ -157,12 +160,30 @@ def test_four_ranks(pool, under_ddp, tmp_path, name):
         assert_same(run, reference, rank)
 
 
+# These run eagerly: BatchNorm with a cumulative average, weights that the step itself changes, and
+# a shape that depends on data.
+EAGER = ("ResidualNet", "MomentumQueue", "CentreLoss")
+REFUSALS = {
+    **{(name, plan): "capture" for name in EAGER for plan in ("stages", "microbatches")},
+    # Edges [2, E] have no dim of samples.
+    ("LinkPrediction", "microbatches"): "no sum over rows",
+}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("name", MORE_PROGRAMS)
-def test_more_programs(pool, under_ddp, tmp_path, record_property, name, plan):
+def test_more_programs(pool, under_ddp, tmp_path, record_property, request, name, plan):
     strategy = {**PLANS[plan], "cluster": "pcie_8gpu", "plan_dir": str(tmp_path)}
+    if (name, plan) in REFUSALS:
+        with pytest.raises(WorkerError, match=REFUSALS[name, plan]):
+            pool.run(2, train, name, strategy, str(tmp_path))
+        return
+    if name in EAGER and plan == "tensor":
+        reason = "submodules of an eager step are sharded over devices that share one batch"
+        request.applymarker(pytest.mark.xfail(reason=reason, strict=True))
     runs = pool.run(2, train, name, strategy, str(tmp_path))
     record_property("is_captured", not runs[0]["is_eager"])
+    assert runs[0]["is_eager"] == (name in EAGER)
     for rank, (run, reference) in enumerate(zip(runs, under_ddp(name, 2), strict=True)):
         assert_same(run, reference, rank)

@@ -6,14 +6,20 @@ from typing import Any
 
 import pytest
 from equality.harness import assert_same, record_model
-from models import MODELS
 from optimizers.matrix_optimizers import OPTIMIZERS, with_optimizer
+from recipe_models import MODELS
 
 PLANS = {
     "data": {"parallel": "data"},
     "zero1": {"parallel": "zero1"},
     "zero2": {"parallel": "zero2"},
     "zero3": {"parallel": "zero3"},
+    "tensor": {"parallel": "tensor"},
+    "stages": {"num_stages": 2, "num_microbatches": 2},
+}
+PLANS_OF_FOUR = {
+    "zero3 x tensor": {"parallel": ("zero3", "tensor"), "logical_mesh": (2, 2)},
+    "stages of zero2": {"num_stages": 2, "num_microbatches": 2, "parallel": "zero2"},
 }
 
 
@@ -41,11 +47,48 @@ def one_device(pool):
     return get
 
 
+EXPERTS = {"placements": {"blocks.*.mlp.fc": "S0", "blocks.*.mlp.proj": "S0"}}
+
+
+@pytest.mark.parametrize("plan", [*PLANS, *PLANS_OF_FOUR, "experts"])
+@pytest.mark.parametrize("model", ["recipe_moe", "recipe_wide_resnet"])
+def test_muon_with_adam(pool, one_device, tmp_path, model: str, plan: str) -> None:
+    """GPT is below. Experts are a batch of matrices."""
+    if plan == "experts" and model != "recipe_moe":
+        pytest.skip("no experts")
+    options = {**PLANS, **PLANS_OF_FOUR, "experts": EXPERTS}[plan]
+    # BatchNorm's statistics are those of a micro-batch.
+    if model == "recipe_wide_resnet" and "num_microbatches" in options:
+        options = {**options, "num_microbatches": 1}
+    world_size = 4 if plan in PLANS_OF_FOUR else 2
+    strategy = {**options, "cluster": "pcie_8gpu", "plan_dir": str(tmp_path)}
+    for run in pool.run(world_size, train, model, "muon", strategy, world_size):
+        assert_same(run, one_device(model, "muon", world_size))
+        if plan == "experts":
+            assert run["modes"]["blocks.0.mlp.fc"] == "S0"
+
+
+def model_for(optimizer: str) -> str:
+    """Adafactor makes steps of rounding errors where a gradient is zero (GPT's bias of a key), and
+    scales a tensor's step by its norm.
+    """
+    return "llama" if optimizer == "adafactor" else "gpt"
+
+
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_two_ranks(pool, one_device, tmp_path, optimizer: str, plan: str) -> None:
     strategy = {**PLANS[plan], "cluster": "pcie_8gpu", "plan_dir": str(tmp_path)}
-    for run in pool.run(2, train, "gpt", optimizer, strategy, 2):
-        assert_same(run, one_device("gpt", optimizer, 2))
-        if plan == "zero3":
+    model = model_for(optimizer)
+    for run in pool.run(2, train, model, optimizer, strategy, 2):
+        assert_same(run, one_device(model, optimizer, 2))
+        if plan in ("zero3", "tensor"):
             assert any(modes.startswith("S") for modes in run["modes"].values())
+
+
+@pytest.mark.parametrize("plan", PLANS_OF_FOUR)
+@pytest.mark.parametrize("optimizer", ["muon", "shampoo"])
+def test_four_ranks(pool, one_device, tmp_path, optimizer: str, plan: str) -> None:
+    strategy = {**PLANS_OF_FOUR[plan], "cluster": "pcie_8gpu", "plan_dir": str(tmp_path)}
+    for run in pool.run(4, train, "gpt", optimizer, strategy, 4):
+        assert_same(run, one_device("gpt", optimizer, 4))

@@ -158,7 +158,7 @@ class GhostNorm(Program):
 
     def __init__(self) -> None:
         super().__init__()
-        self.net, self.norm = nn.Linear(6, 4), nn.BatchNorm1d(4)
+        self.net, self.norm = nn.Linear(6, 4, bias=False), nn.BatchNorm1d(4)
         self.head = nn.Linear(4, 3)
 
     example = staticmethod(pairs)
