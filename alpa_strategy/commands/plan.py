@@ -18,6 +18,7 @@ from alpa_strategy.commands.recipe_task import (
 )
 from alpa_strategy.commands.writing import writing
 from alpa_strategy.display.console import make_console, plain
+from alpa_strategy.display.findings import findings_text
 from alpa_strategy.display.progress import Progress, peak_rss_bytes
 from alpa_strategy.display.summary import plan_summary
 from alpa_strategy.display.table import plan_table, plan_timing, tune_table
@@ -136,10 +137,8 @@ def _plan_recipe(
             plan, task = planned(overrides)
 
     usable_bytes = plan_options(recipe).usable_bytes(cluster.device.memory_bytes)
-    if arguments.verbose:
-        console.print(plan_table(plan, memory_limit=usable_bytes))
-    else:
-        console.print(_summary(plan, task, usable_bytes))
+    console.print(plan_table(plan, memory_limit=usable_bytes))
+    console.print(findings_text(plan))
     console.print(plan_timing(plan, peak_rss_bytes()))
     return plan, task
 

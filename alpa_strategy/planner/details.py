@@ -30,7 +30,7 @@ from alpa_strategy.intra_op.decode import (
     working_bytes,
 )
 from alpa_strategy.intra_op.options import local_bytes
-from alpa_strategy.intra_op.problem import Problem
+from alpa_strategy.intra_op.problem import evaluate
 from alpa_strategy.ir.graph import StepGraph
 from alpa_strategy.ir.op import TensorMeta
 from alpa_strategy.ir.placement import DualLayout, dual_layout_to_str, value_layout
@@ -147,23 +147,26 @@ def _assignment(intra: IntraOp, stage: StagePlan) -> tuple[int, ...]:
         for value, boundary in boundaries.items():
             layout = of_value.get(value)
             assignment[boundary.choice] = _index(boundary.layouts, layout, f"value {value}")
-            named.add(boundary.choice)
-    # How the loss leaves the step is in no plan: it follows from the layout in which it is made.
-    for choice, options in enumerate(intra.problem.choices):
-        if choice not in named and len(options.cost) > 1:
-            assignment[choice] = _cheapest(intra.problem, assignment, choice)
+    _settle_others(intra, assignment)
     return tuple(assignment)
 
 
-def _cheapest(problem: Problem, assignment: Sequence[int], choice: int) -> int:
-    """Return the strategy of a choice that gets its operands in the least time."""
-    seconds = np.array(problem.choices[choice].cost)
-    for transfer in problem.transfers:
-        source = transfer.source[assignment[transfer.producer]]
-        for use in transfer.uses:
-            if use.choice == choice:
-                seconds = seconds + transfer.cost[source, use.layout]
-    return int(seconds.argmin())
+def _settle_others(intra: IntraOp, assignment: list[int]) -> None:
+    """Give the choices that no plan has the layouts that cost least, such as that of the loss."""
+    boundaries = {of.choice for of in (*intra.received.values(), *intra.sent.values())}
+    problem = intra.problem
+    for index in range(len(intra.parameters) + len(intra.ops), len(problem.choices)):
+        if index in boundaries or len(problem.choices[index].cost) == 1:
+            continue
+        read = []
+        for transfer in problem.transfers:
+            if any(use.choice == index for use in transfer.uses):
+                read.append(transfer)
+        seconds = []
+        for strategy in range(len(problem.choices[index].cost)):
+            assignment[index] = strategy
+            seconds.append(evaluate(replace(problem, transfers=tuple(read)), assignment)[0])
+        assignment[index] = int(np.argmin(seconds))
 
 
 def _index(options: Sequence[object], option: object, name: str) -> int:
