@@ -135,7 +135,6 @@ def _assigned(intra: IntraOp, stage: StagePlan, begins: bool) -> AssignedStage:
 def _assignment(intra: IntraOp, stage: StagePlan) -> tuple[int, ...]:
     """Return the strategy index of every choice of a stage's problem."""
     assignment = [0] * len(intra.problem.choices)
-    named = set(range(len(intra.parameters) + len(intra.ops)))
     for index, parameter in enumerate(intra.step.parameters):
         plans = intra.parameters[index].plans
         assignment[index] = _index(plans, stage.parameter_plans.get(parameter.name), parameter.name)
