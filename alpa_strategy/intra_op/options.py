@@ -17,9 +17,10 @@ from alpa_strategy.cluster.logical_mesh import LogicalMesh, MeshAxis
 from alpa_strategy.cost.flops import is_plain_view, is_view
 from alpa_strategy.cost.model import OpCosts
 from alpa_strategy.cost.saved_tensors import Saved
+from alpa_strategy.intra_op.owner_costs import full_update_cost
 from alpa_strategy.ir.graph import ParameterInput
 from alpa_strategy.ir.op import AxisStrategy, OpCall, TensorMeta
-from alpa_strategy.ir.optimizer_info import OptimizerInfo
+from alpa_strategy.ir.optimizer_info import FullUpdate, OptimizerInfo
 from alpa_strategy.ir.placement import DualLayout, value_layout
 from alpa_strategy.ir.plan import ParameterMode, ParameterPlan, Storage
 from alpa_strategy.options import BUCKET_BYTES
@@ -201,13 +202,16 @@ def parameter_options(
     meta = parameter.meta
     num_segments = parameter.num_segments
     modes_of_axes = [parameter_modes(meta, size, num_segments) for size in mesh.shape]
+    full_update = optimizer.full_update(parameter.names)
     plans = []
     option_costs = []
     for modes in product(*modes_of_axes):
         plan = ParameterPlan(modes, num_segments, on_host, optimizer.gradient_itemsize == 4)
         if _gives_all_a_shard(plan, meta, mesh.shape):
             plans.append(plan)
-            option_costs.append(_storage_cost(plan, meta, read, mesh, costs, optimizer, num_steps))
+            option_costs.append(
+                _storage_cost(plan, meta, read, mesh, costs, optimizer, num_steps, full_update)
+            )
 
     sources = tuple(plan.step_layout(meta.requires_grad) for plan in plans)
     # [field][option]
@@ -247,8 +251,13 @@ def _storage_cost(
     costs: OpCosts,
     optimizer: OptimizerInfo,
     num_steps: int,
+    full_update: FullUpdate | None,
 ) -> _StorageCost:
-    """Return the costs of storing a parameter as in `plan`. Args: as of `parameter_options`."""
+    """Return the costs of storing a parameter as in `plan`.
+
+    Args: as of `parameter_options`.
+        full_update: of a parameter that the optimizer does not step element by element.
+    """
     origin = (0,) * len(mesh.shape)
     stored = meta.with_shape(plan.layout.local_shape(meta.shape, mesh.shape, origin))
     on_host = plan.on_host
@@ -260,10 +269,14 @@ def _storage_cost(
     if meta.requires_grad:
         scale = optimizer.gradient_scale(meta.dtype.itemsize)
         seconds += _step_collective_seconds(plan, meta, read, mesh, scale)
-        update = _update_seconds(stored, mesh, costs, optimizer, on_host)
+        num_stepped: float = stored.num_elements
+        if full_update is None:
+            update = _update_seconds(stored, mesh, costs, optimizer, on_host)
+        else:
+            update, num_stepped = full_update_cost(full_update, plan, meta, mesh, costs, optimizer)
         seconds += update
         gradient_bytes = int(scale * stored.num_bytes)
-        stored_bytes += int(stored.num_elements * optimizer.state_bytes) + gradient_bytes
+        stored_bytes += int(num_stepped * optimizer.state_bytes) + gradient_bytes
         if plan.is_gathered_once or (on_host and not plan.is_fetched):
             # The gathered copy, and its gradient before it is scattered.
             full = local_bytes(meta, plan.step_layout(True), mesh.shape)
