@@ -15,6 +15,7 @@ setup(
     package_dir=DATA,
     package_data={
         "alpa_strategy": ["py.typed"],
+        "alpa_strategy.page": ["static/*"],
         "alpa_strategy.recipes": ["*.yaml"],
         "alpa_strategy.configs": ["clusters/*.yaml"],
         "alpa_strategy.docs": ["op_coverage.json"],

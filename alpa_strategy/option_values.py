@@ -355,6 +355,7 @@ _KINDS: dict[str, tuple[Callable[[Any], Any], str, str]] = {
     ),
     "check_gradients": _FLAG,
     "verbose": _FLAG,
+    "log_plan": _FLAG,
     "async_checkpoint": _FLAG,
     "replicas": (_replicas, "cannot be", _COUNT_FIX),
 }

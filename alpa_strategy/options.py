@@ -258,6 +258,9 @@ class Limits:
     # Whether rank 0 prints phases, plan and step times.
     verbose: bool = True
 
+    # Whether the Trainer's loggers get the plan and step times.
+    log_plan: bool = True
+
     # Whether training continues while a checkpoint is written.
     async_checkpoint: bool = False
 

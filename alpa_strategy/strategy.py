@@ -40,6 +40,7 @@ from alpa_strategy.lightning.full_parameters import check_backward
 from alpa_strategy.lightning.job import Job, compiled_by_user, options_of_run
 from alpa_strategy.lightning.loader_order import LoaderOrder
 from alpa_strategy.lightning.log_means import reduce_logged
+from alpa_strategy.lightning.logger_report import LoggerReport
 from alpa_strategy.lightning.master_weights import with_masters
 from alpa_strategy.lightning.parallel_job import ENDS, PAUSES, ParallelJob
 from alpa_strategy.lightning.pretrained import SavesPretrained
@@ -102,6 +103,8 @@ class AlpaStrategy(SavesPretrained, ParallelJob):
         plan_timeout_seconds: seconds that the other ranks wait for rank 0's plan.
         collective_timeout_seconds: timeout of the process group.
         verbose: print phases, the plan, and predicted against measured step time (on rank 0).
+        log_plan: give the Trainer's loggers the plan as hyperparameters, and step seconds, samples
+            per second, MFU and memory as metrics, all named `alpa/...`.
 
     Raises:
         OptionError: an option is unknown or has a value that it cannot have.
@@ -143,6 +146,7 @@ class AlpaStrategy(SavesPretrained, ParallelJob):
         plan_timeout_seconds: float = 3600.0,
         collective_timeout_seconds: float = 1800.0,
         verbose: bool = True,
+        log_plan: bool = True,
         accelerator: pl.accelerators.Accelerator | None = None,
         parallel_devices: list[torch.device] | None = None,
         cluster_environment: Any = None,
@@ -165,6 +169,7 @@ class AlpaStrategy(SavesPretrained, ParallelJob):
         self._checkpoints = Checkpoints(checkpoint, async_checkpoint)
         self._loader_order = LoaderOrder()
         self._session = Session(self._job, self._checkpoints)
+        self._logger_report: LoggerReport | None = None
 
     def _read_options(self, values: Mapping[str, Any]) -> None:
         """Validate and store the options, `values` by name; see `__init__` for what is raised."""
@@ -342,6 +347,10 @@ class AlpaStrategy(SavesPretrained, ParallelJob):
             if self.options.batch_scope == "global":
                 trainer._accelerator_connector.use_distributed_sampler = False
 
+        self._logger_report = None
+        if fitting and self.limits.log_plan and self.global_rank == 0:
+            self._logger_report = LoggerReport(trainer)
+
         if is_on_meta(self._module):
             deferred_init.begin(self.root_device)
         with deferred_init.recording():
@@ -374,6 +383,8 @@ class AlpaStrategy(SavesPretrained, ParallelJob):
         """Plan on the first batch. It is the loader's, so no batch is lost and no random state is
         changed."""
         self._session.before_training_batch(self._module, self.optimizers, batch, batch_idx)
+        if self._logger_report is not None and self.run is not None:
+            self._logger_report.begin_batch(self.run)
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:

@@ -59,10 +59,17 @@ LAZY_PACKAGES = {
     "transformers": "seconds, and only where a model comes from there",
 }
 _FIRST_STEP = "import alpa_strategy registers the strategy: what steps need comes with the first"
+_NO_PLANNER = "the planner is imported where a command plans, not for `alpa show`"
 LAZY_FILES = {
     "__init__.py": "its names are loaded at their first use",
     "cli.py": "each subcommand imports the folders that `import alpa_strategy` leaves out",
+    "commands/plan.py": _NO_PLANNER,
+    "commands/recipe_task.py": _NO_PLANNER,
+    "commands/whatif.py": _NO_PLANNER,
+    "commands/why.py": _NO_PLANNER,
+    "fit/command.py": _NO_PLANNER,
     "lightning/job.py": _FIRST_STEP,
+    "lightning/logger_report.py": "a page is drawn only for loggers that store files",
     "lightning/planning.py": "the planner is imported where a plan is made, not for a stored one",
     "lightning/session.py": _FIRST_STEP,
     "lightning/step_effects.py": _FIRST_STEP,

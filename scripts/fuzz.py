@@ -41,9 +41,10 @@ from alpa_strategy import AlpaError, ClusterSpec, Plan, partial_results
 from alpa_strategy.cli import main as alpa
 from alpa_strategy.comm.measure import load_stored
 from alpa_strategy.cost.measured import OpTable
-from alpa_strategy.display.table import plan_html, plan_svg, plan_table
+from alpa_strategy.display.table import plan_svg, plan_table
 from alpa_strategy.intra_op.problem import Choice, Problem
 from alpa_strategy.intra_op.solver.stored import solve_stored
+from alpa_strategy.page.page import plan_page
 from alpa_strategy.partial_results import PartialResults
 from alpa_strategy.recipe import load_recipe
 
@@ -164,7 +165,7 @@ def plans(folder: Path) -> Format:
     def read(path: Path) -> None:
         plan = Plan.load(path)
         console.print(plan_table(plan))
-        plan_svg(plan), plan_html(plan)
+        plan_svg(plan), plan_page(plan)
 
     good = []
     for extra in ([], ["plan.num_stages=2", "plan.num_microbatches=4"]):

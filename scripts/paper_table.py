@@ -111,7 +111,7 @@ class Planner:
 
     def __init__(self, cell: Cell, num_microbatches: int, store_dir: Path) -> None:
         from alpa_strategy.capture.capture import capture_step
-        from alpa_strategy.cli import precision_plugin
+        from alpa_strategy.commands.recipe_task import precision_plugin
         from alpa_strategy.cost.flops import op_flops
         from alpa_strategy.cost.model import RooflineCosts
         from alpa_strategy.inter_op.pins import submeshes

@@ -1,5 +1,5 @@
 """The plan as a rich table: costs, baselines, the layout of each parameter, and collectives; the
-same as a picture and as a page; and the table of `alpa plan --tune batch_size`.
+same as a picture; and the table of `alpa plan --tune batch_size`.
 """
 
 import io
@@ -32,7 +32,7 @@ PART_STYLES = {
     "host": "yellow",
     "waiting": "dim",
 }
-# Columns of a picture or a page.
+# Columns of a picture.
 PICTURE_WIDTH = 120
 
 # Fonts that rich's pictures load from the web; the reader's own suffice.
@@ -90,11 +90,6 @@ def _note(note: str) -> Text:
 def plan_svg(plan: Plan) -> str:
     """Return the table as an SVG picture, which loads nothing from the web."""
     return _WEB_FONTS.sub("", _printed(plan).export_svg(title="alpa"))
-
-
-def plan_html(plan: Plan) -> str:
-    """Return the table as an HTML page, which loads nothing from the web."""
-    return _printed(plan).export_html()
 
 
 def _printed(plan: Plan) -> Console:

@@ -111,8 +111,29 @@ class StageCost:
         """Return the peak bytes of one device. With recomputation, one segment's activations count
         at a time.
         """
-        alive = self.kept * in_flight + max(self.again) if remat else self.saved * in_flight
+        alive = self.activation_bytes(in_flight, remat)
         return self.always + max(alive + self.working, self.update)
+
+    def activation_bytes(self, in_flight: float, remat: bool = False) -> float:
+        """Return the bytes of activations at the end of a forward."""
+        return self.kept * in_flight + max(self.again) if remat else self.saved * in_flight
+
+    def memory_parts(
+        self, of_parameters: Mapping[str, float], in_flight: float, remat: bool = False
+    ) -> dict[str, float]:
+        """Return the parts of `num_bytes` at the peak (`MEMORY_PARTS`).
+
+        Args:
+            of_parameters: `parameter_bytes` of the assignment.
+        """
+        parts = dict(of_parameters)
+        # Values that are made once per step, such as casts of weights.
+        per_step = max(0.0, self.always - sum(parts.values()))
+        activations = self.activation_bytes(in_flight, remat)
+        if activations + self.working >= self.update:
+            parts["weights"] += per_step
+            return {**parts, "activations": activations, "temporary": self.working}
+        return {**parts, "activations": 0.0, "temporary": self.update + per_step}
 
 
 def stage_build(

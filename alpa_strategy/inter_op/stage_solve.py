@@ -5,10 +5,12 @@ A stage that recomputes gets the recompute segments that need the least memory.
 """
 
 import math
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
+
+import numpy as np
 
 from alpa_strategy.errors import DoesNotFitError, PlanError
 from alpa_strategy.inter_op.equal_layers import structure
@@ -29,7 +31,13 @@ from alpa_strategy.inter_op.stored_costs import stage_fields, stage_record
 from alpa_strategy.inter_op.subgraph import stage_on
 from alpa_strategy.intra_op import memory_choices
 from alpa_strategy.intra_op.build import IntraOp, OptionTables, build
-from alpa_strategy.intra_op.decode import busy_seconds, bytes_ahead, decode, working_bytes
+from alpa_strategy.intra_op.decode import (
+    busy_seconds,
+    bytes_ahead,
+    decode,
+    parameter_bytes,
+    working_bytes,
+)
 from alpa_strategy.intra_op.memory_choices import with_host_price, with_recompute
 from alpa_strategy.intra_op.problem import Problem, Solution
 from alpa_strategy.intra_op.restrict import least_of_equals, restrict
@@ -321,6 +329,30 @@ class StageSolver:
             raise NoCheaperSolution
         return self._solved(priced, fitted)
 
+    def pinned(self, priced: PricedStage, choice: int, strategies: Sequence[int]) -> PricedStage:
+        """Return the stage with one of its choices pinned.
+
+        Args:
+            priced: the stage.
+            choice: index of a parameter or op in `priced.intra.problem.choices`.
+            strategies: the only ones that it may have.
+        """
+
+        def pin(intra: IntraOp) -> IntraOp:
+            choices = list(intra.problem.choices)
+            cost = np.full_like(choices[choice].cost, np.inf, dtype=float)
+            cost[list(strategies)] = choices[choice].cost[list(strategies)]
+            choices[choice] = replace(choices[choice], cost=cost)
+            problem = replace(intra.problem, choices=tuple(choices))
+            return replace(intra, problem=problem, unrestricted=intra.unrestricted or intra.problem)
+
+        pinned = priced.changed(pin)
+        problem = pinned.intra.problem
+        if not self.job.is_whole_batch:
+            count = self.job.num_microbatches
+            problem = weighted(pinned.finest, count, 1, priced.request.remat)
+        return replace(pinned, free=self._free_layouts(problem))
+
     def laid_out(self, priced: PricedStage, solution: Solution) -> SolvedStage:
         """Return the stage with an assignment of `priced.finest` that was computed elsewhere,
         whether it fits or not.
@@ -442,13 +474,17 @@ class StageSolver:
         ahead = bytes_ahead(intra, assignment, headroom / (2 * request.stages_per_mesh))
         # Parameters and, in the backward, gradients.
         peak += 2 * ahead
-        communication = max(0.0, seconds - compute - optimizer)
-        plan = decode(
-            intra,
-            assignment,
-            request.submesh,
-            Predicted(seconds, int(peak), compute, communication, optimizer),
+        memory = cost.memory_parts(
+            parameter_bytes(intra, assignment),
+            request.alive / request.stages_per_mesh,
+            request.remat,
         )
+        memory["temporary"] += 2 * ahead
+        communication = max(0.0, seconds - compute - optimizer)
+        predicted = Predicted(
+            seconds, int(peak), compute, communication, optimizer, memory=_whole_bytes(memory, peak)
+        )
+        plan = decode(intra, assignment, request.submesh, predicted)
         return replace(
             plan,
             ops=(request.first, request.last),
@@ -484,6 +520,20 @@ def _least_memory(priced: PricedStage, alive: float) -> tuple[int, ...]:
             least_bytes = num_bytes
         count //= 2
     return best
+
+
+def _whole_bytes(parts: Mapping[str, float], total: float) -> dict[str, int]:
+    """Return the parts as whole numbers whose sum is that of `total`."""
+    whole = {}
+    rounded_up_to = 0
+    summed = 0.0
+    for name, num_bytes in parts.items():
+        summed += num_bytes
+        end = int(min(summed, total))
+        whole[name] = end - rounded_up_to
+        rounded_up_to = end
+    whole[name] += int(total) - rounded_up_to
+    return whole
 
 
 def _per_step(collective: Collective, count: int, remat: bool) -> Collective:

@@ -136,6 +136,29 @@ def collectives(intra: IntraOp, assignment: Sequence[int]) -> tuple[Collective, 
 
 def messages(intra: IntraOp, assignment: Sequence[int]) -> Iterator[Message]:
     """Yield all collectives of an assignment per step, one by one."""
+    for _, message in transfer_messages(intra, assignment):
+        yield message
+    for _, message in op_messages(intra, assignment):
+        yield message
+    for _, message in parameter_messages(intra, assignment):
+        yield message
+
+
+class Resharding(NamedTuple):
+    """A value that is brought from one layout to another for op number `first` and maybe later
+    ones.
+    """
+
+    first: int
+    value: int
+    source: DualLayout
+    target: DualLayout
+
+
+def transfer_messages(
+    intra: IntraOp, assignment: Sequence[int]
+) -> Iterator[tuple[Resharding, Message]]:
+    """Yield the collectives that bring values to the layouts in which ops read them."""
     step, mesh = intra.step, intra.mesh
     # ZeRO-3 keeps no gathered copy: what a backward needs is gathered once more there, for an op's
     # second run as well.
@@ -151,6 +174,7 @@ def messages(intra: IntraOp, assignment: Sequence[int]) -> Iterator[Message]:
         is_gathered = value in intra.gathered_again
         once = first in intra.per_step.ops
         for target in targets:
+            resharding = Resharding(first, value, source, target)
             more = 0
             if is_gathered and not once and is_gather(source, target):
                 more = (value in saved) + (value in recomputed_values)
@@ -159,38 +183,36 @@ def messages(intra: IntraOp, assignment: Sequence[int]) -> Iterator[Message]:
                     num_bytes = round(reshard.share * meta.num_bytes)
                     if is_gathered and phase == "backward":
                         num_bytes = _gradient_bytes(intra, kind, num_bytes, meta)
-                    yield Message(
-                        kind,
-                        reshard.axis,
-                        "step" if once and phase == "forward" else phase,
-                        num_bytes,
-                        is_gathered,
-                    )
+                    at = "step" if once and phase == "forward" else phase
+                    yield resharding, Message(kind, reshard.axis, at, num_bytes, is_gathered)
                     if phase == "forward":
-                        yield from [
-                            Message(kind, reshard.axis, "backward", num_bytes, is_gathered)
-                        ] * more
+                        for _ in range(more):
+                            again = Message(kind, reshard.axis, "backward", num_bytes, is_gathered)
+                            yield resharding, again
+
+
+def op_messages(intra: IntraOp, assignment: Sequence[int]) -> Iterator[tuple[int, Message]]:
+    """Yield the collectives inside ops, with the index of the op."""
     for i, options in enumerate(intra.ops):
         once = i in intra.per_step.ops
         for axis, strategy in enumerate(options.strategies[assignment[len(intra.parameters) + i]]):
             for c in strategy.collectives:
-                yield Message(
-                    c.kind, axis, "step" if once and c.phase == "forward" else c.phase, c.num_bytes
-                )
+                phase = "step" if once and c.phase == "forward" else c.phase
+                yield i, Message(c.kind, axis, phase, c.num_bytes)
+
+
+def parameter_messages(intra: IntraOp, assignment: Sequence[int]) -> Iterator[tuple[int, Message]]:
+    """Yield the once-per-step collectives of parameters, with the index of the parameter."""
+    step = intra.step
     for i, parameter in enumerate(step.parameters):
-        if parameter.meta.requires_grad:
-            plan = intra.parameters[i].plans[assignment[i]]
-            read = step.dtypes_read[parameter.name]
-            for kind, axis, num_bytes in step_collectives_of(
-                plan, parameter.meta, read, mesh.shape
-            ):
-                yield Message(
-                    kind,
-                    axis,
-                    "step",
-                    _gradient_bytes(intra, kind, num_bytes, parameter.meta),
-                    True,
-                )
+        if not parameter.meta.requires_grad:
+            continue
+        plan = intra.parameters[i].plans[assignment[i]]
+        read = step.dtypes_read[parameter.name]
+        of_step = step_collectives_of(plan, parameter.meta, read, intra.mesh.shape)
+        for kind, axis, num_bytes in of_step:
+            moved = _gradient_bytes(intra, kind, num_bytes, parameter.meta)
+            yield i, Message(kind, axis, "step", moved, True)
 
 
 def _gradient_bytes(intra: IntraOp, kind: str, num_bytes: int, meta: TensorMeta) -> int:
@@ -235,6 +257,18 @@ def working_bytes(intra: IntraOp, assignment: Sequence[int], begins: bool = Fals
         (local_bytes(meta, target, intra.mesh.shape) for meta, target in gathered), default=0
     )
     return largest_op + 2 * largest_gather + fetched_bytes(intra, assignment)
+
+
+def parameter_bytes(intra: IntraOp, assignment: Sequence[int]) -> dict[str, float]:
+    """Return the bytes of `weights`, `gradients` and `state` of all parameters on a device."""
+    totals = {"weights": 0.0, "gradients": 0.0, "state": 0.0}
+    for options, k in zip(intra.parameters, assignment, strict=False):
+        weights = float(options.weight_bytes[k])
+        state = float(options.state_bytes[k])
+        totals["weights"] += weights
+        totals["state"] += state
+        totals["gradients"] += float(options.num_bytes[k]) - weights - state
+    return totals
 
 
 def read_last(intra: IntraOp) -> list[list[int]]:

@@ -54,6 +54,11 @@ class ParameterOptions:
     # The stored gradient's share of `num_bytes`.
     gradient_bytes: np.ndarray
 
+    # The shares of the parameter with its gathered copy, and of the optimizer's state. The rest
+    # are gradients.
+    weight_bytes: np.ndarray
+    state_bytes: np.ndarray
+
     # Seconds per micro-batch to fetch the parameter from host memory for a use, and to return a
     # gradient there.
     fetch_seconds: np.ndarray
@@ -236,6 +241,8 @@ class _StorageCost(NamedTuple):
     seconds: float
     num_bytes: float
     gradient_bytes: float
+    weight_bytes: float
+    state_bytes: float
     fetch_seconds: float
     return_seconds: float
     backward_seconds: float
@@ -253,10 +260,8 @@ def _storage_cost(
     num_steps: int,
     full_update: FullUpdate | None,
 ) -> _StorageCost:
-    """Return the costs of storing a parameter as in `plan`.
-
-    Args: as of `parameter_options`.
-        full_update: of a parameter that the optimizer does not step element by element.
+    """Return the costs of storing a parameter as in `plan`. Args: as of `parameter_options`, and
+    of `_update_cost`.
     """
     origin = (0,) * len(mesh.shape)
     stored = meta.with_shape(plan.layout.local_shape(meta.shape, mesh.shape, origin))
@@ -264,24 +269,24 @@ def _storage_cost(
     seconds = 0.0
     update = 0.0
     gradient_bytes = 0
-    gathered_bytes = 0
-    stored_bytes = stored.num_bytes
+    gathered_weight_bytes = 0
+    gathered_gradient_bytes = 0
+    state_bytes = 0
     if meta.requires_grad:
         scale = optimizer.gradient_scale(meta.dtype.itemsize)
         seconds += _step_collective_seconds(plan, meta, read, mesh, scale)
-        num_stepped: float = stored.num_elements
-        if full_update is None:
-            update = _update_seconds(stored, mesh, costs, optimizer, on_host)
-        else:
-            update, num_stepped = full_update_cost(full_update, plan, meta, mesh, costs, optimizer)
+        update, num_stepped = _update_cost(plan, meta, stored, mesh, costs, optimizer, full_update)
         seconds += update
         gradient_bytes = int(scale * stored.num_bytes)
-        stored_bytes += int(num_stepped * optimizer.state_bytes) + gradient_bytes
+        state_bytes = int(num_stepped * optimizer.state_bytes)
         if plan.is_gathered_once or (on_host and not plan.is_fetched):
             # The gathered copy, and its gradient before it is scattered.
             full = local_bytes(meta, plan.step_layout(True), mesh.shape)
-            gathered_bytes = full * read.itemsize // meta.dtype.itemsize + int(scale * full)
+            gathered_weight_bytes = full * read.itemsize // meta.dtype.itemsize
+            gathered_gradient_bytes = int(scale * full)
 
+    stored_bytes = stored.num_bytes + gradient_bytes + state_bytes
+    gathered_bytes = gathered_weight_bytes + gathered_gradient_bytes
     fetch = 0.0
     return_seconds = 0.0
     if on_host and mesh.host is not None:
@@ -297,6 +302,8 @@ def _storage_cost(
         seconds=seconds / num_steps,
         num_bytes=gathered_bytes if on_host else stored_bytes + gathered_bytes,
         gradient_bytes=0 if on_host else gradient_bytes,
+        weight_bytes=gathered_weight_bytes + (0 if on_host else stored.num_bytes),
+        state_bytes=0 if on_host else state_bytes,
         fetch_seconds=fetch,
         return_seconds=return_seconds,
         backward_seconds=0.0,
@@ -318,6 +325,26 @@ def _step_collective_seconds(
         moved = int(num_bytes * (scale if kind in REDUCTIONS else 1))
         seconds += bucketed_seconds(mesh.axes[axis], kind, moved)
     return seconds
+
+
+def _update_cost(
+    plan: ParameterPlan,
+    meta: TensorMeta,
+    stored: TensorMeta,
+    mesh: LogicalMesh,
+    costs: OpCosts,
+    optimizer: OptimizerInfo,
+    full_update: FullUpdate | None,
+) -> tuple[float, float]:
+    """Return the seconds of a device's part of an update, and the elements whose state it has.
+
+    Args:
+        stored: a device's shard of the parameter `meta`.
+        full_update: of a parameter that the optimizer does not step element by element.
+    """
+    if full_update is not None:
+        return full_update_cost(full_update, plan, meta, mesh, costs, optimizer)
+    return _update_seconds(stored, mesh, costs, optimizer, plan.on_host), stored.num_elements
 
 
 def _update_seconds(

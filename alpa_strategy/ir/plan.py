@@ -30,6 +30,7 @@ from alpa_strategy.ir.placement import DualLayout, Layout
 __all__ = [
     "EAGER_SCHEDULE",
     "FORMAT_VERSION",
+    "MEMORY_PARTS",
     "Collective",
     "Fingerprint",
     "ParameterMode",
@@ -51,6 +52,11 @@ FORMAT_VERSION = 3
 
 # The `schedule` of a plan whose steps run eagerly. Plan files have this word.
 EAGER_SCHEDULE = "as written"
+
+# What a device's memory has at its peak. Weights include gathered copies and casts, gradients those
+# before they are scattered. Temporary are the largest op's workspace and gradients, prefetched
+# parameters and the optimizer's.
+MEMORY_PARTS = ("weights", "gradients", "state", "activations", "temporary")
 
 # Larger numbers in a file are mistakes: the structures made from them would not fit into memory.
 MAX_DEVICES = 1 << 24
@@ -127,6 +133,9 @@ class Predicted:
 
     # Time in which the host and the devices work at the same time.
     hidden_seconds: float = 0.0
+
+    # Part of `peak_bytes` -> its bytes (`MEMORY_PARTS`); empty if they are not known.
+    memory: dict[str, int] = field(default_factory=dict)
 
     @property
     def device_seconds(self) -> float:

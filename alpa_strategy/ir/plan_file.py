@@ -52,6 +52,7 @@ _OPTIONAL_FIELDS = {
     "host_seconds",
     "loop_seconds",
     "hidden_seconds",
+    "memory",
     "step_notes",
 }
 
@@ -92,6 +93,9 @@ def to_json_data(kind: Any, value: Any) -> Any:
     if kind in _TEXT_FORMS:
         return _TEXT_FORMS[kind].write(value)
 
+    if get_origin(kind) is UnionType:
+        # The only unions are `... | None`.
+        return None if value is None else to_json_data(get_args(kind)[0], value)
     if isinstance(kind, type) and is_dataclass(kind):
         fields = {}
         for name, field_kind in _field_types(kind).items():
@@ -129,7 +133,7 @@ def from_json_data(kind: Any, data: Any, path: str) -> Any:
     if origin is tuple:
         return _read_tuple(kind, checked(data, list, path), path)
     if origin is UnionType:
-        # The only unions of a plan are `number | None`.
+        # The only unions are `... | None`.
         return None if data is None else from_json_data(get_args(kind)[0], data, path)
 
     value = checked(data, kind, path)

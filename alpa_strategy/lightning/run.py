@@ -26,6 +26,7 @@ from alpa_strategy.comm.collectives import (
     world_size,
 )
 from alpa_strategy.cost.host import with_host
+from alpa_strategy.cost.peak import seconds_at_peak
 from alpa_strategy.display.table import measured_line
 from alpa_strategy.errors import CaptureError, PlanError, RuntimeMismatchError
 from alpa_strategy.ir.graph import BufferInput, Place, StepGraph
@@ -132,6 +133,7 @@ class Run(ShardedRun):
             if plan.fingerprint.batch == step.batch_digest:
                 job.plans.planned_batch = batch_shapes(step)
             program = self._program(step)
+        self._rate_step(step)
         if job.device.type == "cpu":
             self._adapted.callback(enforce_memory_plan(self, plan, limit, module, given.optimizers))
         self._same = StepConsensus(rank_zero, job.group)
@@ -151,6 +153,13 @@ class Run(ShardedRun):
         self._buffer_versions: list[tuple[int, int]] = []
         self._step_starts: list[float] = []
         self._loop_clock = LoopClock()
+
+    def _rate_step(self, step: StepGraph) -> None:
+        """Find what samples per second and MFU are made of."""
+        self.samples_per_step = _num_samples(step)
+        peak_of_one = seconds_at_peak(step, self._cluster.device)
+        if peak_of_one is not None:
+            self.seconds_at_peak = peak_of_one / self._cluster.num_devices
 
     # A training step
 
@@ -470,6 +479,15 @@ class Run(ShardedRun):
         if loop_seconds is None:
             return planned
         return with_host(planned, planned.host_seconds, loop_seconds, self._cluster.device)
+
+
+def _num_samples(step: StepGraph) -> int | None:
+    """Return the samples of a step's batch; None if its tensors have different numbers of them."""
+    sizes = set()
+    for leaf in step.batch:
+        if leaf.batch_dim == 0 and leaf.is_split:
+            sizes.add(leaf.meta.shape[0])
+    return sizes.pop() if len(sizes) == 1 else None
 
 
 def _equal_buffers(step: StepGraph) -> tuple[BufferInput, ...]:

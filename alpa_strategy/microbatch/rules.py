@@ -124,7 +124,8 @@ def time_strategies(call: OpCall, num_parts: int) -> tuple[TimeStrategy, ...]:
     The first one repeats the op on full values.
     """
     if isinstance(call.target, PerRank):
-        return _per_rank(call.target, num_parts)
+        within_ranks = _within_ranks(call.target, num_parts)
+        return (*within_ranks, _over_ranks(call))
     # The result of a batch norm depends on the split. `microbatch` adds a note that says so.
     if call.target is ops.batch_norm_train:
         return tuple(_batch_norm(call))
@@ -133,10 +134,18 @@ def time_strategies(call: OpCall, num_parts: int) -> tuple[TimeStrategy, ...]:
     return tuple(dict.fromkeys(with_indices))
 
 
-def _per_rank(target: PerRank, num_parts: int) -> tuple[TimeStrategy, ...]:
-    """Return the strategies of an op that runs for each rank: those of one rank's op.
+def _over_ranks(call: OpCall) -> TimeStrategy:
+    """Return the strategy of a `PerRank` whose micro-batches have some ranks' samples each."""
+    inputs = []
+    for is_mapped in call.target.mapped:
+        inputs.append(rows(0) if is_mapped else WHOLE)
+    return TimeStrategy(tuple(inputs), (rows(0),) * len(call.results))
 
-    Their dims are one further, behind the ranks.
+
+def _within_ranks(target: PerRank, num_parts: int) -> tuple[TimeStrategy, ...]:
+    """Return the strategies of a `PerRank` whose micro-batches have some of every rank's samples.
+
+    They are those of one rank's op. Their dims are one further, behind the ranks.
     """
     shifted = []
     for strategy in time_strategies(target.inner, num_parts):

@@ -67,11 +67,11 @@ class States:
     late: frozenset[int]
 
 
-def find_states(step: StepGraph, num_microbatches: int, num_ranks: int) -> States:
+def find_states(step: StepGraph, num_microbatches: int, num_runs: int) -> States:
     """Return the placements of all values of `step` on `num_microbatches` micro-batches.
 
     Args:
-        num_ranks: ranks whose samples the batch has. Each rank's samples are split.
+        num_runs: equal runs of samples in the batch, one after the other. Each is split.
 
     Raises:
         PlanError: the loss (or an op that it depends on) cannot be computed exactly from
@@ -83,7 +83,7 @@ def find_states(step: StepGraph, num_microbatches: int, num_ranks: int) -> State
     for op in step.ops:
         if independent.issuperset(op.operands):
             independent.update(op.results)
-    return PlacementWalk(step, num_microbatches, num_ranks, independent).states()
+    return PlacementWalk(step, num_microbatches, num_runs, independent).states()
 
 
 _FIX = "set num_microbatches=1, or write the loss as a sum or mean over the rows of the batch"
@@ -130,14 +130,13 @@ class PlacementWalk:
     """
 
     def __init__(
-        self, step: StepGraph, num_microbatches: int, num_ranks: int, independent: set[int]
+        self, step: StepGraph, num_microbatches: int, num_runs: int, independent: set[int]
     ) -> None:
         self.step = step
         self.num_microbatches = num_microbatches
         self.independent = independent
 
-        # The ranks' samples are runs of the batch, one after the other. Each run is split.
-        self.num_ranks = num_ranks
+        self.num_runs = num_runs
 
         self.strategies = [rules.time_strategies(op.call, num_microbatches) for op in step.ops]
 
@@ -172,7 +171,7 @@ class PlacementWalk:
             self.state[entry.value] = WHOLE
         for leaf in self.step.batch:
             is_split = leaf.batch_dim == 0 and leaf.is_split
-            self.state[leaf.value] = rows(0, self.num_ranks) if is_split else WHOLE
+            self.state[leaf.value] = rows(0, self.num_runs) if is_split else WHOLE
 
         for index in range(len(self.step.ops)):
             num_forced = len(self.forced)

@@ -17,7 +17,7 @@ from alpa_strategy.ir.graph import Op, StepGraph
 from alpa_strategy.ir.op import OpCall, Slot, TensorMeta
 from alpa_strategy.ir.per_rank import PerRank
 from alpa_strategy.microbatch.first_rank_buffers import with_first_rank_buffers
-from alpa_strategy.microbatch.rules import SUM, WHOLE, MicrobatchPlacement, local_call
+from alpa_strategy.microbatch.rules import SUM, WHOLE, MicrobatchPlacement, local_call, rows
 from alpa_strategy.microbatch.states import States, Use, find_states
 from alpa_strategy.sharding.strategies import is_random
 
@@ -65,19 +65,23 @@ class MicroStep:
     # micro-batches (`loss.exp()`), or None.
     epilogue: StepGraph | None = None
 
+    # Runs of samples in the batch, one after the other. Micro-batch m has chunk m of each. There is
+    # a run for each rank, or a single one: then a micro-batch has all samples of some ranks.
+    num_runs: int = 1
+
 
 def microbatch(step: StepGraph, num_microbatches: int, num_ranks: int = 1) -> MicroStep:
     """Split `step` into micro-batches whose losses and gradients sum to those of the step.
 
     Buffers get the updates of rank 0 (`with_first_rank_buffers`).
 
-    Micro-batch m has chunk m of every rank's samples. There are two exceptions to exactness, as in
-    plain gradient accumulation: BatchNorm takes its statistics per micro-batch, and dropout draws
-    other numbers than in one batch.
+    Micro-batch m has chunk m of every rank's samples, or all samples of the m-th group of ranks
+    (`_num_runs`). There are two exceptions to exactness, as in plain gradient accumulation:
+    BatchNorm takes its statistics per micro-batch unless that has all samples of a rank, and
+    dropout draws other numbers than in one batch.
 
     Args:
-        num_ranks: ranks of the job. With `batch_scope="rank"` each has its own samples, which must
-            be divisible.
+        num_ranks: ranks of the job. With `batch_scope="rank"` each has its own samples.
 
     Raises:
         PlanError: the samples cannot be split equally, or an op that the loss depends on combines
@@ -90,9 +94,25 @@ def microbatch(step: StepGraph, num_microbatches: int, num_ranks: int = 1) -> Mi
 
     if step.batch_scope != "rank":
         num_ranks = 1
-    _check_divisible(step, num_microbatches, num_ranks)
-    states = find_states(step, num_microbatches, num_ranks)
-    return _Writer(step, num_microbatches, states).write()
+    num_runs = _num_runs(step, num_microbatches, num_ranks)
+    _check_divisible(step, num_microbatches, num_runs)
+    states = find_states(step, num_microbatches, num_runs)
+    return _Writer(step, num_microbatches, states, num_runs).write()
+
+
+def _num_runs(step: StepGraph, num_microbatches: int, num_ranks: int) -> int:
+    """Return the runs of samples of which every micro-batch has a chunk: 1 or `num_ranks`.
+
+    An op that combines the samples of a rank is exact only in micro-batches of whole ranks, which
+    have a single run.
+    """
+    if num_ranks % num_microbatches != 0:
+        return num_ranks
+    combines_samples = any(isinstance(op.call.target, PerRank) for op in step.ops)
+    ranks_are_divisible = num_split_samples(step) % (num_ranks * num_microbatches) == 0
+    if combines_samples or not ranks_are_divisible:
+        return 1
+    return num_ranks
 
 
 def num_split_samples(step: StepGraph) -> int:
@@ -104,10 +124,10 @@ def num_split_samples(step: StepGraph) -> int:
     return math.gcd(*sizes)
 
 
-def _check_divisible(step: StepGraph, num_microbatches: int, num_ranks: int) -> None:
-    """Raise PlanError unless each rank's samples split into `num_microbatches` equal chunks."""
+def _check_divisible(step: StepGraph, num_microbatches: int, num_runs: int) -> None:
+    """Raise PlanError unless each run of samples splits into `num_microbatches` equal chunks."""
     # Leaves may have multiples of the batch size: each must split into equal chunks.
-    num_samples = num_split_samples(step) // num_ranks
+    num_samples = num_split_samples(step) // num_runs
     if num_microbatches >= 1 and num_samples > 0 and num_samples % num_microbatches == 0:
         return
 
@@ -115,7 +135,7 @@ def _check_divisible(step: StepGraph, num_microbatches: int, num_ranks: int) -> 
     for divisor in range(1, num_samples + 1):
         if num_samples % divisor == 0:
             divisors.append(str(divisor))
-    whose = "rows that each rank brings" if num_ranks > 1 else "rows of the batch"
+    whose = "rows that each rank brings" if num_runs > 1 else "rows of the batch"
     raise PlanError(
         f"num_microbatches={num_microbatches} does not divide the {num_samples} {whose}",
         f"use one of {', '.join(divisors or ['1'])}, or change the batch size",
@@ -125,10 +145,13 @@ def _check_divisible(step: StepGraph, num_microbatches: int, num_ranks: int) -> 
 class _Writer:
     """Writes the graphs of one MicroStep."""
 
-    def __init__(self, step: StepGraph, num_microbatches: int, states: States) -> None:
+    def __init__(
+        self, step: StepGraph, num_microbatches: int, states: States, num_runs: int
+    ) -> None:
         self.step = step
         self.num_microbatches = num_microbatches
         self.states = states
+        self.num_runs = num_runs
 
         # Metadata of every value of the micro graph.
         self.values: list[TensorMeta] = list(step.values)
@@ -189,6 +212,7 @@ class _Writer:
             states,
             self._sequential_buffers(op_indices),
             epilogue,
+            self.num_runs,
         )
 
     def _results_of(self, op_indices: Collection[int]) -> set[int]:
@@ -207,7 +231,9 @@ class _Writer:
             target = self.step.ops[index].call.target
             of_rank = target.inner.target if isinstance(target, PerRank) else target
             is_batch_norm = of_rank is batch_norm_train
-            if is_batch_norm and self.states.chosen[index].strategy.outputs[0].kind == "rows":
+            state = self.states.chosen[index].strategy.outputs[0]
+            has_whole_ranks = isinstance(target, PerRank) and state == rows(0)
+            if is_batch_norm and state.kind == "rows" and not has_whole_ranks:
                 note = (
                     "BatchNorm takes its statistics per micro-batch"
                     f" (1/{self.num_microbatches} of the batch), as in gradient accumulation"

@@ -385,6 +385,8 @@ class Delivery:
         transfer: Callable[..., Transfer],
     ) -> None:
         self._spec = spec
+        self._world = world
+
         # (index of a tensor in the batch, mesh shape, layout) -> its first plan, which is that of
         # micro-batch 0.
         self._items: dict[tuple[int, tuple[int, ...], Layout], int] = {}
@@ -395,9 +397,6 @@ class Delivery:
         plans: list[TransferPlan] = []
         graph = spec.micro.graph
         count = spec.micro.num_microbatches
-        is_global = graph.batch_scope == "global"
-        loader_layout = Layout.parse("R" if is_global else "S0")
-        start = MeshSide((world,), tuple(range(world)), loader_layout)
         for stage in spec.stages:
             if stage.ranks != ranks:
                 continue
@@ -407,10 +406,10 @@ class Delivery:
                 if tensor.batch_dim is None or key in self._items:
                     continue
                 self._items[key] = len(plans)
-                plan = plan_transfer(
-                    tensor.meta.shape, tensor.meta.dtype, start, stage.side(layout)
-                )
-                plans += [plan] * count
+                end = stage.side(layout)
+                for number in range(count):
+                    start = self._loaders(number, position)
+                    plans.append(plan_transfer(tensor.meta.shape, tensor.meta.dtype, start, end))
                 self._tensors += [position] * count
         self.transfer = transfer(plans)
 
@@ -420,11 +419,33 @@ class Delivery:
         sources = []
         for index, position in enumerate(self._tensors):
             tensor = batch[position]
-            if micro.graph.batch[position].is_split:
+            if micro.graph.batch[position].is_split and not self._has_whole_ranks:
                 number = index % micro.num_microbatches
                 tensor = cut(tensor, rows(0), micro.num_microbatches, number)
             sources.append(tensor)
         return sources
+
+    @property
+    def _has_whole_ranks(self) -> bool:
+        """Whether a micro-batch has all samples of some ranks."""
+        micro = self._spec.micro
+        return micro.graph.batch_scope == "rank" and micro.num_runs < self._world
+
+    def _loaders(self, number: int, position: int) -> MeshSide:
+        """Return the ranks that have the samples of a micro-batch, and their layout.
+
+        Args:
+            number: of the micro-batch.
+            position: of the tensor in the batch.
+        """
+        micro = self._spec.micro
+        ranks = tuple(range(self._world))
+        if micro.graph.batch_scope == "global":
+            return MeshSide((self._world,), ranks, Layout.parse("R"))
+        if self._has_whole_ranks and micro.graph.batch[position].is_split:
+            size = self._world // micro.num_microbatches
+            ranks = ranks[number * size : (number + 1) * size]
+        return MeshSide((len(ranks),), ranks, Layout.parse("S0"))
 
     def batches(
         self, index: int, tensors: list[Tensor], batch: Sequence[Tensor]

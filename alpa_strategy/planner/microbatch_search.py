@@ -44,21 +44,24 @@ Price = Callable[[int, Submeshes | None], SearchResult]
 def microbatch_counts(step: StepGraph, cluster: ClusterSpec, options: PlanOptions) -> list[int]:
     """Return the numbers of micro-batches to try, in descending order.
 
-    They are divisors of the number of samples, each at most half of the one before;
-    `options.num_microbatches` pins a single one.
+    They are divisors of the number of samples, or of those of a rank and of the number of ranks.
+    Each is at most half of the one before. `options.num_microbatches` pins a single one.
     """
     if options.num_microbatches is not None:
         return [options.num_microbatches]
 
-    num_samples = num_split_samples(step)
+    divided = {num_split_samples(step)}
     if step.batch_scope == "rank":
-        num_samples //= cluster.num_devices
+        # A micro-batch has some samples of every rank, or all samples of some ranks.
+        num_ranks = cluster.num_devices
+        divided = {num_split_samples(step) // num_ranks, num_ranks}
 
     counts: list[int] = []
-    for divisor in range(num_samples, 0, -1):
-        is_half_of_last = not counts or 2 * divisor <= counts[-1]
-        if num_samples % divisor == 0 and is_half_of_last:
-            counts.append(divisor)
+    for count in range(max(divided), 0, -1):
+        is_half_of_last = not counts or 2 * count <= counts[-1]
+        is_divisor = any(number % count == 0 for number in divided if number > 0)
+        if is_divisor and is_half_of_last:
+            counts.append(count)
     return counts or [1]
 
 

@@ -47,7 +47,10 @@ def reads_of(optimizer: Optimizer) -> dict[nn.Parameter, Reads]:
     result: dict[nn.Parameter, Reads] = {}
     for group in optimizer.param_groups:
         # Rates and decays do not say how it works; flags may (`use_muon`).
-        flags = [v for k, v in group.items() if k not in _MEMBERS and not isinstance(v, float)]
+        flags = []
+        for name, value in group.items():
+            if name not in _MEMBERS and not isinstance(value, float):
+                flags.append(value)
         for parameter in group["params"]:
             num_dims = max(1, parameter.dim())
             kind = repr(flags), num_dims

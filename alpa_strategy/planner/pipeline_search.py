@@ -31,6 +31,7 @@ from alpa_strategy.inter_op.stored_costs import (
     has_own_schedules,
 )
 from alpa_strategy.inter_op.subgraph import MAX_LAYERS
+from alpa_strategy.ir.graph import StepGraph
 from alpa_strategy.ir.plan import Plan
 from alpa_strategy.microbatch.transform import microbatch
 from alpa_strategy.options import PROPAGATION
@@ -291,6 +292,7 @@ class PipelineSearch:
         task = self.task
         with timed(self.spent, "micro-batches and layers"):
             graph = microbatch(task.step, count, task.cluster.num_devices).graph
+            self._check_exact(graph)
             cuts, places = layers_of(graph, task.cluster, task.options)
             remat = task.options.remat
             if isinstance(remat, tuple):
@@ -300,6 +302,15 @@ class PipelineSearch:
             if any(places):
                 check_places(job, self.meshes)
             return job
+
+    def _check_exact(self, graph: StepGraph) -> None:
+        """Raise PlanError if micro-batches are not exactly the full batch.
+
+        Only the user can choose those.
+        """
+        notes = graph.notes[len(self.task.step.notes) :]
+        if notes and self.task.options.num_microbatches is None:
+            raise PlanError(notes[0], "set num_microbatches to have it so")
 
     def _compute_bound(self, count: int) -> float:
         """Return the seconds of a step if all devices were always busy; inf if the step cannot be

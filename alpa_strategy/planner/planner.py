@@ -9,7 +9,7 @@ It needs no process groups and no Trainer.
 import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext, suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from traceback import clear_frames
 from typing import Any
@@ -75,6 +75,40 @@ def make_plan(
         CaptureError: the step cannot be captured.
         PlanError: nothing fits, or a pin cannot be met.
     """
+    captured = captured_task(
+        module, batch, cluster, options, optimizer, progress, context, costs, results
+    )
+    return plan_captured(captured, choose, around)
+
+
+@dataclass(frozen=True)
+class CapturedTask:
+    """The task of a captured step, before it is planned."""
+
+    task: PlanTask
+
+    # Name -> the phase and its step, of a module with `iteration_phases`; else empty.
+    phases: Mapping[str, Any]
+
+    # Of capturing.
+    seconds: float
+
+
+def captured_task(
+    module: Any,
+    batch: Any,
+    cluster: ClusterSpec,
+    options: PlanOptions | None = None,
+    optimizer: OptimizerInfo | None = None,
+    progress: Progress | None = None,
+    context: Callable[[], AbstractContextManager] | None = None,
+    costs: OpCosts | None = None,
+    results: PartialResults = NOT_STORED,
+) -> CapturedTask:
+    """Capture `module.training_step` on `batch` and return the task of planning it.
+
+    Args and raises: as of `make_plan`.
+    """
     options = options or PlanOptions()
     progress = progress or nullcontext
     if costs is not None:
@@ -94,12 +128,22 @@ def make_plan(
     capture_seconds = time.perf_counter() - started
     optimizer = optimizer or optimizer_info_of(module)
     task = PlanTask(step, cluster, options, optimizer, progress=progress, results=results)
+    return CapturedTask(task, phases, capture_seconds)
+
+
+def plan_captured(
+    captured: CapturedTask,
+    choose: Callable[[PlanTask], Plan] | None = None,
+    around: Plan | None = None,
+) -> Plan:
+    """Return the plan of a captured step. Args and raises: as of `make_plan`."""
+    task = captured.task
     find = choose or choose_plan
     if around is not None:
         find = partial(plan_around, running=around)
-    plan = plan_iteration(phases, task, find) if phases else find(task)
-    plan = plan.with_notes_of(step.notes)
-    return replace(plan, solver_seconds={"capture": capture_seconds, **plan.solver_seconds})
+    plan = plan_iteration(captured.phases, task, find) if captured.phases else find(task)
+    plan = plan.with_notes_of(task.step.notes)
+    return replace(plan, solver_seconds={"capture": captured.seconds, **plan.solver_seconds})
 
 
 def choose_plan(task: PlanTask, pinned: Mapping[str, ParameterPlan] | None = None) -> Plan:

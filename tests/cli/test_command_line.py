@@ -8,8 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from alpa_strategy.cli import PLAN_KEYS, _split_overrides, main
+from alpa_strategy.cli import main
+from alpa_strategy.commands.recipe_task import PLAN_KEYS, split_overrides
 from alpa_strategy.ir.plan import Plan
+from alpa_strategy.page.page import models_of
 from alpa_strategy.recipe import KEYS, load_recipe
 
 ROOT = Path(__file__).parents[2]
@@ -90,7 +92,10 @@ def test_show_prints_and_draws(plan_file, tmp_path, capsys):
     assert main(["show", str(plan_file), "--html", str(html), "--svg", str(svg)]) == 0
     assert "blocks.0.attn.qkv.weight" in capsys.readouterr().out
     assert svg.read_text().startswith("<svg")
-    assert "blocks.0.attn.qkv.weight" in html.read_text()
+    (model,) = models_of(html.read_text())
+    names = {parameter["name"] for parameter in model["stages"][0]["parameters"]}
+    assert "blocks.0.attn.qkv.weight" in names
+    assert model["detailed"]
 
 
 @pytest.mark.parametrize(
@@ -237,7 +242,7 @@ def test_the_keys_of_overrides_are_in_the_help_and_in_the_error(capsys):
     text = " ".join(capsys.readouterr().out.split())
     for key in values:
         assert f"{key}." in text or f"{key}," in text
-    to_cluster, to_recipe = _split_overrides(list(values.values()))
+    to_cluster, to_recipe = split_overrides(list(values.values()))
     assert to_cluster == {"num_nodes": "1"}
     assert load_recipe(TINY, to_recipe).strategy["parallel"] == "data"
 

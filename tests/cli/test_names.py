@@ -22,7 +22,6 @@ from alpa_strategy.cli import main
 from alpa_strategy.display.console import make_console, plain
 from alpa_strategy.display.progress import Progress
 from alpa_strategy.display.table import (
-    plan_html,
     plan_svg,
     plan_table,
     plan_timing,
@@ -38,6 +37,7 @@ from alpa_strategy.ir.plan import (
     Predicted,
     StagePlan,
 )
+from alpa_strategy.page.page import models_of, plan_page
 
 # Each would end, recolour, replace or hide something where it was not drawn as it is.
 NAMES = [
@@ -152,7 +152,11 @@ def test_any_name_is_displayed(name, tmp_path, capsys):
     assert not UNPRINTABLE.search(printed)
 
     page, picture = html.read_text(), svg.read_text()
-    assert tags_of(page) <= {"html", "head", "meta", "style", "body", "pre", "code", "span"}
+    # Names are in the packed data alone: they cannot be tags.
+    assert tags_of(page) == PAGE_TAGS
+    assert name in {
+        of["name"] for stage in models_of(page)[0]["stages"] for of in stage["parameters"]
+    }
     root = ET.fromstring(picture)
     assert all(element.tag.rsplit("}")[-1] in SVG_TAGS for element in root.iter())
     if len(name) < 100:
@@ -161,6 +165,21 @@ def test_any_name_is_displayed(name, tmp_path, capsys):
         assert drawn(name) in text
 
 
+PAGE_TAGS = {
+    "html",
+    "head",
+    "meta",
+    "title",
+    "style",
+    "body",
+    "a",
+    "main",
+    "p",
+    "div",
+    "noscript",
+    "code",
+    "script",
+}
 SVG_TAGS = {"svg", "style", "defs", "clipPath", "rect", "text", "g", "circle"}
 
 
@@ -183,16 +202,7 @@ def test_random_names(name):
     for console in (make_console(width=80), Console(width=80)):
         assert not UNPRINTABLE.search(shown(plan_table(plan), console))
     ET.fromstring(plan_svg(plan))
-    assert tags_of(plan_html(plan)) <= {
-        "html",
-        "head",
-        "meta",
-        "style",
-        "body",
-        "pre",
-        "code",
-        "span",
-    }
+    assert tags_of(plan_page(plan)) == PAGE_TAGS
 
 
 @settings(deadline=None, max_examples=50)

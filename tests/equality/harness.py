@@ -246,7 +246,7 @@ def assert_trains_as_plain(
 
     Under `batch_scope="global"` these are one device's on the full batch. Otherwise they are DDP's:
     one device's that accumulates gradients over the ranks' batches. BatchNorm's statistics are
-    those of a micro-batch.
+    those of a micro-batch, unless that has all samples of some ranks.
 
     Args:
         run: of `record_model`.
@@ -258,8 +258,10 @@ def assert_trains_as_plain(
         samples: of all ranks in a step.
     """
     num_parts = world_size if scope == "rank" else 1
-    if has_batch_norm:
-        num_parts *= run["pipeline"][1]
+    num_microbatches = run["pipeline"][1]
+    has_whole_ranks = scope == "rank" and world_size % num_microbatches == 0
+    if has_batch_norm and not has_whole_ranks:
+        num_parts *= num_microbatches
     num_ranks = 1 if samples % world_size else world_size
     reference = plain(num_ranks, num_parts)
     if num_parts > 1:

@@ -44,7 +44,6 @@ def run_microbatches(
     parameters: Mapping[str, Tensor],
     buffers: Mapping[str, Any],
     batch_leaves: Sequence[Tensor],
-    num_ranks: int = 1,
 ) -> dict[int, Tensor]:
     """One step, micro-batch after micro-batch. Gradients are added to the `.grad` of the
     parameters.
@@ -68,7 +67,7 @@ def run_microbatches(
             if leaf.batch_dim is None or not leaf.is_split:
                 batch.append(tensor)
             else:
-                batch.append(cut(tensor, rows(0, num_ranks), micro.num_microbatches, index))
+                batch.append(cut(tensor, rows(0, micro.num_runs), micro.num_microbatches, index))
         received = {}
         for value, source in micro.given.items():
             if micro.states[value].kind == "whole":

@@ -82,7 +82,7 @@ def run(
         values = run_step(step, parameters, buffers, leaves)
         values[step.loss].backward()
     else:
-        values = run_microbatches(micro, parameters, buffers, leaves, num_ranks)
+        values = run_microbatches(micro, parameters, buffers, leaves)
     gradients = {}
     for n, p in parameters.items():
         if p.grad is None:
@@ -520,6 +520,18 @@ def test_what_is_no_sum_over_rows_is_refused(function: Callable[..., Any]) -> No
     assert_same(Step(function), example(), 1, step)
 
 
+@pytest.mark.parametrize("num_microbatches", [2, 4])
+@pytest.mark.parametrize("function", [contrastive, root, first_rows, rows_by_position, balanced])
+def test_micro_batches_of_whole_ranks_are_exact(
+    function: Callable[..., Any], num_microbatches: int
+) -> None:
+    """Each of four ranks has two samples, which its ops may combine."""
+    module = Step(function).double()
+    step = capture_step(module, example(2 * ROWS // 4), world_size=4)
+    micro = assert_same(module, example(2 * ROWS), num_microbatches, step, num_ranks=4)
+    assert micro.num_runs == 1
+
+
 def test_the_same_rows_for_all_is_refused() -> None:
     def inputs_cut(self: Step, x: Tensor, y: Tensor, w: Tensor) -> Tensor:
         return F.cross_entropy(self.b(x[:3]), y[:3])
@@ -535,4 +547,4 @@ def test_rows_that_do_not_divide() -> None:
     ):
         microbatch(step, 3)
     with pytest.raises(PlanError, match=r"the 2 rows that each rank brings(.|\n)*1, 2,"):
-        microbatch(step, 4, num_ranks=4)
+        microbatch(step, 8, num_ranks=4)

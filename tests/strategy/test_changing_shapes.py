@@ -124,7 +124,9 @@ def test_lengths_that_change_from_batch_to_batch(
     runs = pool.run(2, train, str(tmp_path), strategy)
     for run in runs:
         torch.testing.assert_close(run["state"], reference["state"], rtol=TOLERANCE, atol=TOLERANCE)
-        assert run["loss"] == pytest.approx(reference["loss"], rel=TOLERANCE)
+    # Each rank logs the loss of its own batch.
+    mean = sum(run["loss"] for run in runs) / len(runs)
+    assert mean == pytest.approx(reference["loss"], rel=TOLERANCE)
     assert sorted(runs[0]["names"] + runs[1]["names"]) == sorted(reference["names"])
     plans = {path: path.stat().st_mtime_ns for path in (tmp_path / "plans").glob("*.json")}
     # A smaller batch runs under the running plan's layouts, but for pipelines.

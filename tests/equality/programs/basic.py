@@ -25,7 +25,8 @@ class Program(pl.LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=0.01)
 
 
-def _pairs(generator: torch.Generator, num: int = 4) -> tuple[Tensor, Tensor]:
+def pairs(generator: torch.Generator, num: int = 4) -> tuple[Tensor, Tensor]:
+    """Return x [num, 6] and classes [num] of three."""
     x = torch.randn(num, 6, generator=generator, dtype=torch.float64)
     return x, torch.randint(0, 3, (num,), generator=generator)
 
@@ -37,7 +38,7 @@ class IgnoredTargets(Program):
         super().__init__()
         self.net = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4))
 
-    example = staticmethod(_pairs)
+    example = staticmethod(pairs)
 
     def loss(self, batch: Any) -> Tensor:
         x, y = batch
@@ -70,7 +71,7 @@ class Contrastive(Program):
         super().__init__()
         self.encoder = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4))
 
-    example = staticmethod(_pairs)
+    example = staticmethod(pairs)
 
     def loss(self, batch: Any) -> Tensor:
         x, _ = batch
@@ -118,7 +119,7 @@ class Episode(Program):
         super().__init__()
         self.encoder = nn.Linear(6, 5)
 
-    example = staticmethod(_pairs)
+    example = staticmethod(pairs)
 
     def loss(self, batch: Any) -> Tensor:
         x, _ = batch
@@ -137,7 +138,7 @@ class LoadBalancing(Program):
         self.experts = nn.ModuleList(nn.Linear(6, 6) for _ in range(3))
         self.head = nn.Linear(6, 4)
 
-    example = staticmethod(_pairs)
+    example = staticmethod(pairs)
 
     def loss(self, batch: Any) -> Tensor:
         x, y = batch
@@ -159,7 +160,7 @@ class Recurrent(Program):
         self.rnn = nn.GRU(3, 5, batch_first=True)
         self.head = nn.Linear(5, 1)
 
-    example = staticmethod(_pairs)
+    example = staticmethod(pairs)
 
     def loss(self, batch: Any) -> Tensor:
         x, y = batch
@@ -168,15 +169,12 @@ class Recurrent(Program):
         return (score - y).pow(2).sum() / self.trainer.train_dataloader.batch_size
 
 
-PROGRAMS = {
-    program.__name__: program
-    for program in (
-        IgnoredTargets,
-        BatchNorms,
-        Contrastive,
-        MaskedTokens,
-        Episode,
-        LoadBalancing,
-        Recurrent,
-    )
-}
+PROGRAMS = (
+    IgnoredTargets,
+    BatchNorms,
+    Contrastive,
+    MaskedTokens,
+    Episode,
+    LoadBalancing,
+    Recurrent,
+)

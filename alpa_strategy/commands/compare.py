@@ -1,0 +1,143 @@
+"""`alpa compare`: a recipe on several clusters and under several named plans, in one table."""
+
+import argparse
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from rich import box
+from rich.table import Table
+
+from alpa_strategy.cluster.spec import ClusterSpec
+from alpa_strategy.commands.recipe_task import planned_recipe, split_overrides
+from alpa_strategy.display.console import make_console, plain
+from alpa_strategy.display.difference import meshes_of
+from alpa_strategy.display.progress import Progress
+from alpa_strategy.errors import OptionError, PlanError
+from alpa_strategy.ir.plan import Plan
+from alpa_strategy.units import format_bytes, format_count, format_seconds
+
+HOUR = 3600.0
+
+
+def add_arguments(compare: argparse.ArgumentParser) -> None:
+    """Add the options of `alpa compare` to its parser; recipe and overrides are there already."""
+    compare.add_argument(
+        "--cluster",
+        dest="clusters",
+        action="append",
+        required=True,
+        metavar="CLUSTER",
+        help="as for alpa plan; may be repeated",
+    )
+    compare.add_argument(
+        "--parallel",
+        action="append",
+        metavar="NAME",
+        help="auto, data, zero2, zero3 or tensor; may be repeated (auto)",
+    )
+    compare.add_argument(
+        "--price",
+        dest="prices",
+        action="append",
+        type=float,
+        metavar="PRICE",
+        help="of one device for an hour, one for each cluster in order",
+    )
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One cluster under one named plan."""
+
+    cluster: ClusterSpec
+    parallel: str
+
+    # Of one device for an hour; None: not given.
+    price: float | None
+
+    # None: nothing fits, for the reason in `problem`.
+    plan: Plan | None
+
+    samples: int = 0
+    problem: str = ""
+
+    @property
+    def samples_per_second(self) -> float:
+        """Samples of a step per predicted second."""
+        return self.samples / self.plan.predicted.step_seconds if self.plan is not None else 0.0
+
+    @property
+    def cost_per_million(self) -> float | None:
+        """Price of a million samples; None if no price is given or nothing fits."""
+        if self.price is None or self.plan is None:
+            return None
+        per_second = self.price * self.cluster.num_devices / HOUR
+        return 1e6 / self.samples_per_second * per_second
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Plan every combination, and print them with time, memory and cost."""
+    prices = arguments.prices or []
+    if prices and len(prices) != len(arguments.clusters):
+        raise OptionError(
+            f"{len(prices)} times --price for {len(arguments.clusters)} clusters",
+            "give one price for each --cluster, in the same order",
+        )
+    entries = list(_entries(arguments, prices))
+    make_console().print(comparison_table(entries))
+    return 0
+
+
+def _entries(arguments: argparse.Namespace, prices: Sequence[float]) -> Iterator[Entry]:
+    progress = Progress()
+    to_cluster, overrides = split_overrides(arguments.overrides)
+    for number, name in enumerate(arguments.clusters):
+        cluster = ClusterSpec.load(name, to_cluster)
+        price = prices[number] if prices else None
+        for parallel in arguments.parallel or ["auto"]:
+            changed = [*overrides, f"strategy.parallel={parallel}"]
+            try:
+                plan, task = planned_recipe(arguments.recipe, cluster, changed, progress)
+            except PlanError as error:
+                yield Entry(cluster, parallel, price, None, problem=error.problem)
+                continue
+            yield Entry(cluster, parallel, price, plan, task.step.batch_size)
+
+
+def comparison_table(entries: Sequence[Entry]) -> Table:
+    """Return a table with a row for each entry; the best of each column is bold."""
+    has_prices = any(entry.price is not None for entry in entries)
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    for column in ("cluster", "plan"):
+        table.add_column(column, no_wrap=True)
+    columns = ["devices", "step", "samples/s", "memory", "meshes"]
+    if has_prices:
+        columns.append("cost")
+        table.caption = "cost: of a million samples"
+    for column in columns:
+        table.add_column(column, justify="right", no_wrap=True)
+
+    fastest = max(entry.samples_per_second for entry in entries)
+    for entry in entries:
+        plan = entry.plan
+        devices = str(entry.cluster.num_devices)
+        start = plain(entry.cluster.name), plain(entry.parallel), devices
+        if plan is None:
+            table.add_row(*start, plain(_first_line(entry.problem)), style="dim")
+            continue
+        row = [
+            format_seconds(plan.predicted.step_seconds),
+            format_count(entry.samples_per_second),
+            format_bytes(plan.predicted.peak_bytes),
+            meshes_of(plan),
+        ]
+        if has_prices:
+            cost = entry.cost_per_million
+            row.append("" if cost is None else f"{cost:.4g}")
+        style = "bold" if entry.samples_per_second == fastest else None
+        table.add_row(*start, *row, style=style)
+    return table
+
+
+def _first_line(problem: str) -> str:
+    return f"does not fit: {next(iter(problem.splitlines()), '')[:40]}"

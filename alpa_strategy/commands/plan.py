@@ -1,0 +1,209 @@
+"""`alpa plan`: plan a recipe for a described cluster."""
+
+import argparse
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+
+from alpa_strategy.cluster.spec import ClusterSpec
+from alpa_strategy.commands.recipe_task import (
+    captured_recipe,
+    check_plannable,
+    plan_options,
+    rare_collections,
+    split_overrides,
+)
+from alpa_strategy.commands.writing import writing
+from alpa_strategy.display.console import make_console, plain
+from alpa_strategy.display.progress import Progress, peak_rss_bytes
+from alpa_strategy.display.table import plan_table, plan_timing, tune_table
+from alpa_strategy.errors import AlpaError, OptionError, check_names
+from alpa_strategy.files import RECIPES, shipped_folder
+from alpa_strategy.fit.command import add_fit_arguments, is_by_name, plan_by_name
+from alpa_strategy.ir.plan import Plan
+from alpa_strategy.ir.plan_details import Origin
+from alpa_strategy.partial_results import PartialResults
+from alpa_strategy.recipe import load_recipe, resolve_target
+
+if TYPE_CHECKING:
+    from alpa_strategy.planner.task import PlanTask
+
+# Functions of recipes/searches.py.
+SEARCHES = (
+    "mcmc",
+    "greedy",
+    "exhaustive",
+    "megatron",
+    "flexflow-like",
+)
+
+
+def add_arguments(plan: argparse.ArgumentParser) -> None:
+    """Add the options of `alpa plan` to its parser."""
+    plan.add_argument(
+        "--cluster",
+        required=True,
+        metavar="CLUSTER",
+        help="a YAML file, or a name in configs/clusters",
+    )
+    plan.add_argument(
+        "--search",
+        metavar="NAME",
+        help=f"for comparison, on the same costs: {', '.join(SEARCHES)}, or FILE.FUNCTION, "
+        "a function (task, seconds) -> Plan of your own",
+    )
+    plan.add_argument(
+        "--search-seconds",
+        type=float,
+        default=10.0,
+        metavar="S",
+        help="for each number of micro-batches (10)",
+    )
+    plan.add_argument(
+        "--tune",
+        choices=("batch_size",),
+        help="double and halve data.batch_size for the most samples a second; micro-batches are"
+        " solved for each size",
+    )
+    plan.add_argument(
+        "--around",
+        metavar="PLAN.json",
+        help="a plan for other batches; parameters keep its devices and layouts",
+    )
+    plan.add_argument("-o", "--output", metavar="PLAN.json", help="file to store the plan in")
+    add_fit_arguments(plan)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Plan the recipe, or a model by its name, print the plan, and store it with its page if a file
+    is given.
+    """
+    from alpa_strategy.page.stored import store_plan
+
+    with writing(arguments.output or "plan.json"):
+        # An impossible path is an error before the planning.
+        pass
+
+    to_cluster, overrides = split_overrides(arguments.overrides)
+    cluster = ClusterSpec.load(arguments.cluster, to_cluster)
+    console = make_console()
+    if is_by_name(arguments.recipe):
+        plan, task = plan_by_name(arguments, cluster, overrides)
+    else:
+        plan, task = _plan_recipe(arguments, cluster, overrides, console)
+
+    if arguments.output:
+        with writing(arguments.output):
+            origin = Origin(arguments.recipe, arguments.cluster, tuple(arguments.overrides))
+            page = store_plan(arguments.output, plan, task, origin)
+        console.print(plain(f"plan stored in {arguments.output}, its page in {page}"))
+    return 0
+
+
+def _plan_recipe(
+    arguments: argparse.Namespace,
+    cluster: ClusterSpec,
+    overrides: Sequence[str],
+    console: Console,
+) -> tuple[Plan, "PlanTask"]:
+    """Plan a recipe and print the plan; return it with its task."""
+    recipe = load_recipe(arguments.recipe, overrides)
+    check_plannable(recipe)
+
+    progress = Progress()
+    # Results of a planning that was killed are used again. Searches for comparison start without
+    # them: their time is measured.
+    folder = None if arguments.search else Path(".alpa") / "planning"
+    with PartialResults(folder, progress.tell) as results:
+        planned = partial(_planned, arguments, cluster, progress=progress, results=results)
+        if arguments.tune:
+            plan, task = _tuned(arguments, cluster, overrides, console, planned)
+        else:
+            plan, task = planned(overrides)
+
+    usable_bytes = plan_options(recipe).usable_bytes(cluster.device.memory_bytes)
+    console.print(plan_table(plan, memory_limit=usable_bytes))
+    console.print(plan_timing(plan, peak_rss_bytes()))
+    return plan, task
+
+
+def _planned(
+    arguments: argparse.Namespace,
+    cluster: ClusterSpec,
+    overrides: Sequence[str],
+    progress: Progress,
+    results: PartialResults,
+) -> tuple[Plan, "PlanTask"]:
+    """Return the plan of the recipe with `overrides` on `cluster`, and its task."""
+    from alpa_strategy.planner.planner import plan_captured
+
+    recipe = load_recipe(arguments.recipe, overrides)
+    captured = captured_recipe(recipe, cluster, progress, results)
+    choose = None
+    if arguments.search:
+        choose = partial(_search(arguments.search), seconds=arguments.search_seconds)
+
+    around = Plan.load(arguments.around) if arguments.around else None
+    with rare_collections():
+        return plan_captured(captured, choose, around), captured.task
+
+
+def _search(name: str) -> Callable[..., Plan]:
+    """Return the search function `name`: a shipped one, or `FILE.FUNCTION` of the user's.
+
+    Raises:
+        OptionError: there is no such function.
+    """
+    if "." in name:
+        return resolve_target(name, Path.cwd(), "--search")
+
+    check_names([name], SEARCHES, "--search: there is no")
+    target = f"searches.plan_{name.replace('-', '_')}"
+    return resolve_target(target, shipped_folder(RECIPES), "--search")
+
+
+def _tuned(
+    arguments: argparse.Namespace,
+    cluster: ClusterSpec,
+    overrides: Sequence[str],
+    console: Console,
+    planned: Callable[[Sequence[str]], tuple[Plan, "PlanTask"]],
+) -> tuple[Plan, "PlanTask"]:
+    """Plan with several batch sizes around the recipe's, print a table, and return the best plan
+    with its task.
+
+    Raises:
+        AlpaError: the recipe has no batch size, or no batch size has a plan.
+    """
+    from alpa_strategy.planner.batch_size import best_batch, tune_batch
+
+    recipe = load_recipe(arguments.recipe, overrides)
+    batch_size = recipe.data.get("batch_size")
+    if not isinstance(batch_size, int) or batch_size < 1:
+        raise OptionError(
+            f"{recipe.path}: data.batch_size={batch_size!r} cannot be tuned",
+            "give a whole number, such as 8",
+        )
+
+    # The recipe pins a number of micro-batches for its own batch size. A number on the command line
+    # comes later and holds for all sizes.
+    free = ["strategy.num_microbatches=null", *overrides]
+    tasks: dict[int, PlanTask] = {}
+
+    def plan_with(size: int) -> Plan:
+        plan, tasks[size] = planned([*free, f"data.batch_size={size}"])
+        return plan
+
+    plans = tune_batch(plan_with, batch_size)
+
+    num_loaders = 1 if plan_options(recipe).rows == "global" else cluster.num_devices
+    best = best_batch(plans)
+    console.print(tune_table(plans, best, num_loaders))
+    chosen = min(plans) if best is None else best
+    plan = plans[chosen]
+    if isinstance(plan, AlpaError):
+        raise plan
+    return plan, tasks[chosen]

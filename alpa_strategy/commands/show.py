@@ -1,0 +1,39 @@
+"""`alpa show`: a stored plan as text, as a page and as a picture."""
+
+import argparse
+
+from alpa_strategy.commands.writing import writing
+from alpa_strategy.display.console import make_console, plain
+from alpa_strategy.display.table import plan_svg, plan_table
+from alpa_strategy.ir.plan import Plan
+from alpa_strategy.ir.plan_details import details_of_file
+from alpa_strategy.page.page import page_path, plan_page
+
+
+def add_arguments(show: argparse.ArgumentParser) -> None:
+    """Add the options of `alpa show` to its parser."""
+    show.add_argument(
+        "--html",
+        metavar="OUT.html",
+        nargs="?",
+        const="",
+        help="write a self-contained page (beside the plan)",
+    )
+    show.add_argument("--svg", metavar="OUT.svg", help="write a picture")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print a stored plan, and write its page and picture if these are requested."""
+    plan = Plan.load(arguments.plan)
+    console = make_console()
+    console.print(plan_table(plan))
+    if arguments.html is not None:
+        path = arguments.html or str(page_path(arguments.plan))
+        page = plan_page(plan, details_of_file(arguments.plan, plan))
+        with writing(path) as target:
+            target.write_text(page, encoding="utf-8")
+        console.print(plain(f"page written to {path}"))
+    if arguments.svg:
+        with writing(arguments.svg) as target:
+            target.write_text(plan_svg(plan), encoding="utf-8")
+    return 0

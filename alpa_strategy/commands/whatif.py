@@ -1,0 +1,226 @@
+"""`alpa whatif`: the plan on a cluster, or of a recipe, that is not as it is."""
+
+import argparse
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from rich import box
+from rich.table import Table
+
+from alpa_strategy.cluster.load import read_cluster_yaml
+from alpa_strategy.cluster.spec import ClusterSpec
+from alpa_strategy.commands.recipe_task import planned_recipe, split_overrides
+from alpa_strategy.display.console import make_console, plain
+from alpa_strategy.display.difference import change, difference_table, meshes_of, num_devices
+from alpa_strategy.display.progress import Progress
+from alpa_strategy.errors import OptionError, PlanError
+from alpa_strategy.ir.plan import Plan
+from alpa_strategy.ir.plan_details import Origin, details_of_file
+from alpa_strategy.page.findings import findings
+from alpa_strategy.recipe import KEYS, load_recipe
+from alpa_strategy.units import format_bytes, format_count, format_seconds
+
+# Columns of a change in the table.
+MAX_LABEL = 34
+
+_FACTOR = re.compile(r"([0-9.]+)x")
+_RECIPE_KEYS = (*KEYS, "plan")
+
+
+def add_arguments(whatif: argparse.ArgumentParser) -> None:
+    """Add the options of `alpa whatif` to its parser; recipe and overrides are there already."""
+    whatif.add_argument("--cluster", metavar="CLUSTER", help="as for alpa plan; of a plan: its own")
+    whatif.add_argument(
+        "--set",
+        dest="changes",
+        action="append",
+        required=True,
+        metavar="KEY=VALUE",
+        help="a field of the cluster or recipe: inter_node.bandwidth=2x (twice as much),"
+        " devices=16, data.batch_size=64; may be repeated",
+    )
+
+
+@dataclass(frozen=True)
+class Variation:
+    """A recipe and a cluster with some of the changes."""
+
+    label: str
+    to_cluster: Mapping[str, Any] = field(default_factory=dict)
+    overrides: tuple[str, ...] = ()
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Plan as it is, with each change alone and with all of them; print what changes and why."""
+    origin = _origin(arguments)
+    to_cluster, overrides = split_overrides(origin.overrides)
+    base = Variation("as it is", to_cluster, tuple(overrides))
+    variations = [base]
+    if len(arguments.changes) > 1:
+        for text in arguments.changes:
+            variations.append(_varied(origin, base, [text], text))
+    is_one = len(arguments.changes) == 1
+    label = arguments.changes[0] if is_one else "all of them"
+    variations.append(_varied(origin, base, arguments.changes, label))
+
+    progress = Progress()
+    plans: list[Plan] = []
+    kept: list[float | None] = []
+    samples: list[int] = []
+    for variation in variations:
+        cluster = ClusterSpec.load(origin.cluster, dict(variation.to_cluster))
+        plan, task = planned_recipe(origin.recipe, cluster, variation.overrides, progress)
+        plans.append(plan)
+        samples.append(task.step.batch_size)
+        kept.append(_kept_seconds(task, plans[0]))
+
+    console = make_console()
+    console.print(_overview(variations, plans, samples, kept))
+    console.print(difference_table(["as it is", "changed"], plans[0], plans[-1]))
+    for line in _reasons(plans[0], plans[-1], kept[-1]):
+        console.print(plain(f"- {line}", keeps_lines=True))
+    return 0
+
+
+def _origin(arguments: argparse.Namespace) -> Origin:
+    """Return what is varied: a recipe on a cluster, or what a stored plan was made from."""
+    if arguments.recipe.endswith(".json"):
+        plan = Plan.load(arguments.recipe)
+        details = details_of_file(arguments.recipe, plan)
+        if details is None or details.origin is None:
+            raise PlanError(
+                f"nothing beside {arguments.recipe} names the recipe that it was made from",
+                "give the recipe and --cluster instead of the plan",
+            )
+        origin = details.origin
+        cluster = arguments.cluster or origin.cluster
+        return Origin(origin.recipe, cluster, (*origin.overrides, *arguments.overrides))
+    if arguments.cluster is None:
+        raise OptionError(
+            "alpa whatif needs the cluster to begin with",
+            "add --cluster, or give a plan that `alpa plan -o` stored instead of the recipe",
+        )
+    return Origin(arguments.recipe, arguments.cluster, tuple(arguments.overrides))
+
+
+def _varied(origin: Origin, base: Variation, changes: Sequence[str], label: str) -> Variation:
+    """Return `base` with changes of the cluster and the recipe.
+
+    Raises:
+        OptionError: a change is not of the form KEY=VALUE, or `2x` of what is no number.
+    """
+    to_cluster = dict(base.to_cluster)
+    overrides = list(base.overrides)
+    for text in changes:
+        key, equals, value = text.partition("=")
+        if not equals or not value:
+            raise OptionError(
+                f"--set {text!r} is not of the form KEY=VALUE", "write inter_node.bandwidth=2x"
+            )
+        if key.split(".")[0] in _RECIPE_KEYS:
+            name = re.sub(r"^plan\.", "strategy.", key)
+            known = vars(load_recipe(origin.recipe, overrides))
+            overrides.append(f"{name}={_value(text, value, known, name)}")
+        elif key == "devices":
+            to_cluster.update(_sized(origin, to_cluster, text, value))
+        else:
+            known, _ = read_cluster_yaml(origin.cluster, to_cluster)
+            to_cluster[key] = _value(text, value, known, key)
+    return Variation(label, to_cluster, tuple(overrides))
+
+
+def _value(text: str, value: str, known: Mapping[str, Any], key: str) -> str:
+    """Return the new value of a field: the text itself, or a multiple of the present one."""
+    factor = _FACTOR.fullmatch(value)
+    if factor is None:
+        return value
+    present: Any = known
+    for part in key.split("."):
+        present = present.get(part) if isinstance(present, Mapping) else None
+    try:
+        number = float(present) * float(factor[1])
+    except (TypeError, ValueError):
+        raise OptionError(
+            f"--set {text!r}: {key} is {present!r}, which has no multiple",
+            "name a field that is a number, or write its new value",
+        ) from None
+    is_whole = isinstance(present, int) and number == round(number)
+    return str(round(number)) if is_whole else repr(number)
+
+
+def _sized(origin: Origin, to_cluster: Mapping[str, Any], text: str, value: str) -> dict[str, str]:
+    """Return the fields of a cluster of `value` devices: as many full nodes, or a part of one."""
+    cluster = ClusterSpec.load(origin.cluster, dict(to_cluster))
+    number = _value(text, value, {"devices": cluster.num_devices}, "devices")
+    if not number.isdigit() or int(number) < 1:
+        raise OptionError(f"--set {text!r}: {number} is no number of devices", "write devices=16")
+    count = int(number)
+    per_node = min(count, cluster.devices_per_node)
+    if count % per_node:
+        raise OptionError(
+            f"--set {text!r}: {count} devices are no full nodes of {per_node}",
+            f"give a multiple of {per_node}, or set num_nodes and devices_per_node",
+        )
+    return {"num_nodes": str(count // per_node), "devices_per_node": str(per_node)}
+
+
+def _kept_seconds(task: Any, plan: Plan) -> float | None:
+    """Return the step of the changed task with the unchanged plan; None if it cannot have that."""
+    from alpa_strategy.planner.plan_stages import seconds_on
+
+    if num_devices(plan) != task.cluster.num_devices or plan.is_eager:
+        return None
+    try:
+        return seconds_on(task, plan)
+    except PlanError:
+        return None
+
+
+def _overview(
+    variations: Sequence[Variation],
+    plans: Sequence[Plan],
+    samples: Sequence[int],
+    kept: Sequence[float | None],
+) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("", no_wrap=True, max_width=MAX_LABEL)
+    for column in ("step", "", "samples/s", "memory", "plan kept"):
+        table.add_column(column, justify="right")
+    first = plans[0].predicted.step_seconds
+    for variation, plan, batch, seconds in zip(variations, plans, samples, kept, strict=True):
+        step = plan.predicted.step_seconds
+        table.add_row(
+            plain(variation.label),
+            format_seconds(step),
+            change(first, step),
+            format_count(batch / step),
+            format_bytes(plan.predicted.peak_bytes),
+            format_seconds(seconds) if seconds is not None else "-",
+        )
+    return table
+
+
+def _reasons(before: Plan, after: Plan, kept: float | None) -> list[str]:
+    """Return sentences: what the old plan would take, what a new one saves, and what limits it."""
+    lines = []
+    step = after.predicted.step_seconds
+    if kept is not None:
+        saved = kept - step
+        line = f"The plan as it is would take {format_seconds(kept)} there"
+        if saved > 1e-3 * kept:
+            lines.append(f"{line}; planning anew saves {format_seconds(saved)} of it.")
+        else:
+            lines.append(f"{line}: there is nothing to gain from another plan.")
+    if meshes_of(before) != meshes_of(after) or len(before.stages) != len(after.stages):
+        lines.append(
+            f"It takes {_shape(after)} in the place of {_shape(before)}, which is faster there."
+        )
+    return [*lines, *findings(after)]
+
+
+def _shape(plan: Plan) -> str:
+    count = len(plan.stages)
+    stages = "one stage" if count == 1 else f"{count} stages"
+    return f"{stages} on {meshes_of(plan)}"

@@ -1,0 +1,125 @@
+"""Two plans side by side, as tables: their figures, and what they store differently."""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+
+from rich import box
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from alpa_strategy.display.console import plain
+from alpa_strategy.display.table import collapse_indices, mesh_text, step_parts
+from alpa_strategy.ir.plan import Plan, modes_text
+from alpa_strategy.units import format_bytes, format_seconds
+
+# Ratios that differ from 1 by less are drawn as equal.
+SAME = 5e-4
+# Rows of parameters that a table has at most.
+MAX_ROWS = 12
+
+Layouts = Mapping[str, tuple[str, str]]
+
+
+def difference_table(names: Sequence[str], before: Plan, after: Plan) -> RenderableType:
+    """Return what differs between two plans.
+
+    Args:
+        names: of the two, as column titles.
+        before, after: the plans.
+    """
+    figures = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    figures.add_column("", style="dim")
+    for name in names:
+        figures.add_column(plain(name), justify="right")
+    figures.add_column("change", justify="right")
+    _add_seconds(figures, before, after)
+    _add_texts(figures, before, after)
+    return Group(figures, _parameters(names, before, after))
+
+
+def _add_seconds(table: Table, before: Plan, after: Plan) -> None:
+    def add(name: str, old: float, new: float, write: Callable[[float], str]) -> None:
+        table.add_row(name, write(old), write(new), change(old, new))
+
+    add("step", before.predicted.step_seconds, after.predicted.step_seconds, format_seconds)
+    old_parts, new_parts = step_parts(before), step_parts(after)
+    for part in dict.fromkeys((*old_parts, *new_parts)):
+        add(f"  {part}", old_parts.get(part, 0.0), new_parts.get(part, 0.0), format_seconds)
+    old_bytes, new_bytes = before.predicted.peak_bytes, after.predicted.peak_bytes
+    add("memory per device", old_bytes, new_bytes, format_bytes)
+
+
+def _add_texts(table: Table, before: Plan, after: Plan) -> None:
+    facts: list[tuple[str, Callable[[Plan], str]]] = [
+        ("devices", lambda plan: str(num_devices(plan))),
+        ("stages", lambda plan: str(len(plan.stages))),
+        ("micro-batches", lambda plan: str(plan.num_microbatches)),
+        ("schedule", lambda plan: plan.schedule),
+        ("meshes", meshes_of),
+    ]
+    for name, text_of in facts:
+        old, new = text_of(before), text_of(after)
+        table.add_row(name, plain(old), plain(new), "" if old == new else "differs")
+
+
+def change(old: float, new: float) -> Text:
+    """Return how a number changes, in percent; less is good."""
+    if old == new:
+        return Text("")
+    if old <= 0 or not math.isfinite(new / old):
+        return Text("new" if old <= 0 else "")
+    ratio = new / old
+    if abs(ratio - 1) < SAME:
+        return Text("")
+    return Text(f"{ratio - 1:+.1%}", style="green" if ratio < 1 else "red")
+
+
+def num_devices(plan: Plan) -> int:
+    """Return the number of devices of a plan."""
+    return max(stage.first_device + math.prod(stage.submesh) for stage in plan.stages)
+
+
+def meshes_of(plan: Plan) -> str:
+    """Return the logical meshes of a plan's stages as text, equal ones once."""
+    return ", ".join(dict.fromkeys(mesh_text(stage.logical_mesh) for stage in plan.stages))
+
+
+def _layouts(plan: Plan) -> Layouts:
+    """Parameter -> (storage, mesh)."""
+    layouts: dict[str, tuple[str, str]] = {}
+    for stage in plan.stages:
+        for name, parameter in stage.parameter_plans.items():
+            text = modes_text(parameter.module_modes) + (" on host" if parameter.on_host else "")
+            layouts.setdefault(name, (text, mesh_text(stage.logical_mesh)))
+    return layouts
+
+
+def _parameters(names: Sequence[str], before: Plan, after: Plan) -> RenderableType:
+    """Return a table of the parameters that are stored differently, equal ones in one row."""
+    old, new = _layouts(before), _layouts(after)
+    groups: dict[tuple, list[str]] = {}
+    for name in dict.fromkeys((*old, *new)):
+        if old.get(name) != new.get(name):
+            key = collapse_indices(name), old.get(name), new.get(name)
+            groups.setdefault(key, []).append(name)
+    if not groups:
+        return Text("both store every parameter alike", style="dim")
+
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("parameters stored differently")
+    table.add_column("", justify="right", style="dim")
+    for name in names:
+        table.add_column(plain(name))
+    for (pattern, old_layout, new_layout), members in list(groups.items())[:MAX_ROWS]:
+        shown = pattern if len(members) > 1 else members[0]
+        count = f"x{len(members)}" if len(members) > 1 else ""
+        table.add_row(plain(shown), count, _layout(old_layout), _layout(new_layout))
+    hidden = len(groups) - MAX_ROWS
+    if hidden > 0:
+        return Group(table, Text(f"and {hidden} groups more", style="dim"))
+    return table
+
+
+def _layout(layout: tuple[str, str] | None) -> str:
+    return "not there" if layout is None else f"{layout[0]} on {layout[1]}"

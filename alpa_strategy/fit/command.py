@@ -1,0 +1,111 @@
+"""`alpa plan hf:...`: its flags, and the answer that it prints."""
+
+import argparse
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from omegaconf import OmegaConf
+from rich.console import RenderableType
+
+from alpa_strategy.cluster.spec import ClusterSpec
+from alpa_strategy.display.console import make_console
+from alpa_strategy.display.progress import Progress
+from alpa_strategy.errors import OptionError
+from alpa_strategy.fit.optimizers import OPTIMIZERS
+from alpa_strategy.fit.request import PRECISIONS, PREFIX, FitRequest
+from alpa_strategy.ir.plan import Plan
+from alpa_strategy.options import PlanOptions
+
+if TYPE_CHECKING:
+    from alpa_strategy.planner.task import PlanTask
+
+
+def add_fit_arguments(plan: argparse.ArgumentParser) -> None:
+    """Add the flags of `alpa plan hf:...`."""
+    flags = plan.add_argument_group(
+        "hf:PATH as RECIPE",
+        "plan a model of Hugging Face by its config.json: no weights, no recipe",
+    )
+    flags.add_argument("--seq", type=int, default=4096, metavar="T", help="tokens (4096)")
+    flags.add_argument(
+        "--batch", type=int, metavar="B", help="sequences of a step of all devices (8 a device)"
+    )
+    flags.add_argument("--lora", type=int, metavar="R", help="train adapters of this rank alone")
+    flags.add_argument(
+        "--optimizer", default="adamw", metavar="NAME", help=f"one of {', '.join(OPTIMIZERS)}"
+    )
+    flags.add_argument(
+        "--precision", default="bf16-mixed", metavar="P", help=f"one of {', '.join(PRECISIONS)}"
+    )
+
+
+def is_by_name(recipe: str) -> bool:
+    """Whether `alpa plan` was given a model of Hugging Face in place of a recipe."""
+    return recipe.startswith(PREFIX)
+
+
+def plan_by_name(
+    arguments: argparse.Namespace, cluster: ClusterSpec, overrides: Sequence[str]
+) -> tuple[Plan, "PlanTask"]:
+    """Plan a model of Hugging Face, print the answer, and return the plan with its task.
+
+    Args:
+        arguments: of `alpa plan`.
+        overrides: `strategy.key=value`, options of the plan.
+
+    Raises:
+        AlpaError: the request is wrong, the step cannot be captured, or nothing fits.
+    """
+    from alpa_strategy.fit.report import headline, memory_table, report, verdict
+    from alpa_strategy.fit.search import search_regular
+    from alpa_strategy.fit.summary import model_flops
+    from alpa_strategy.fit.task import captured
+
+    request = fit_request(arguments, cluster)
+    options = read_options(overrides)
+    progress = Progress()
+    task = captured(request, cluster.num_devices, progress)
+    plan_task = task.plan_task(cluster, options, progress)
+    plan = search_regular(plan_task)
+    usable_bytes = plan_task.memory_limit
+    sections: list[RenderableType] = [
+        headline(task.request, cluster, task.num_parameters, task.num_trained),
+        verdict(plan, task.request, cluster, model_flops(task.step)),
+        memory_table(plan, cluster, usable_bytes),
+    ]
+    make_console().print(report(sections))
+    return plan, plan_task
+
+
+def fit_request(arguments: argparse.Namespace, cluster: ClusterSpec) -> FitRequest:
+    """Return what the flags ask for."""
+    batch = arguments.batch
+    return FitRequest(
+        source=arguments.recipe.removeprefix(PREFIX),
+        sequence_length=arguments.seq,
+        batch_size=8 * cluster.num_devices if batch is None else batch,
+        lora_rank=arguments.lora,
+        optimizer=arguments.optimizer,
+        precision=arguments.precision,
+    )
+
+
+def read_options(overrides: Sequence[str]) -> PlanOptions:
+    """Return the planning options of overrides `strategy.key=value`.
+
+    Raises:
+        OptionError: a key is no planning option, or a value is wrong.
+    """
+    values: dict[str, Any] = {}
+    for text in overrides:
+        key, equals, value = text.partition("=")
+        if not key.startswith("strategy.") or not equals:
+            raise OptionError(
+                f"override {text!r} is for recipes",
+                f"with {PREFIX} give cluster.* and plan.* overrides, and the flags of"
+                " `alpa plan --help`",
+            )
+        parsed = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={value}"]))
+        assert isinstance(parsed, dict)
+        values[key.removeprefix("strategy.")] = parsed["value"]
+    return PlanOptions.from_user(**values)

@@ -1,0 +1,118 @@
+"""What the Trainer's loggers get: the plan as hyperparameters, and metrics of its steps.
+
+Hyperparameters and metrics are named `alpa/...`. Loggers that store files (W&B, MLflow) get the
+plan's page.
+"""
+
+import tempfile
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.loggers import Logger, MLFlowLogger, WandbLogger
+
+if TYPE_CHECKING:
+    from alpa_strategy.ir.plan import Plan
+    from alpa_strategy.lightning.sharded_run import ShardedRun
+
+PREFIX = "alpa/"
+PAGE_NAME = "alpa_plan.html"
+
+
+class LoggerReport:
+    """Reports a training to its Trainer's loggers, every `log_every_n_steps` batches.
+
+    Seconds of a step are those from the begin of one batch to the begin of the next, so they
+    include the loader, callbacks and evaluation within an epoch.
+
+    Args:
+        trainer: of the training.
+    """
+
+    def __init__(self, trainer: pl.Trainer) -> None:
+        self._trainer = trainer
+        # The plan that the loggers have.
+        self._plan: Plan | None = None
+        # Batches since the time `_since`; the first batch under a plan is not timed.
+        self._num_batches = 0
+        self._since = 0.0
+
+    def begin_batch(self, run: "ShardedRun") -> None:
+        """Count a training batch that begins, and log what is due."""
+        if not self._trainer.loggers:
+            return
+        if run.plan is not self._plan:
+            self._plan = run.plan
+            self._log_plan(run.plan)
+            self._num_batches = -1
+        self._num_batches += 1
+        now = time.perf_counter()
+        if self._num_batches == 0:
+            self._since = now
+            return
+        # 0 turns logging off, as in Lightning.
+        interval = self._trainer.log_every_n_steps  # type: ignore[attr-defined]
+        if interval > 0 and self._num_batches >= interval:
+            self._log_metrics(run, (now - self._since) / self._num_batches)
+            self._num_batches = 0
+            self._since = now
+
+    def _log_plan(self, plan: "Plan") -> None:
+        hyperparameters = _prefixed(plan_hyperparameters(plan))
+        for logger in self._trainer.loggers:
+            logger.log_hyperparams(hyperparameters)
+            _store_page(logger, plan)
+
+    def _log_metrics(self, run: "ShardedRun", seconds: float) -> None:
+        metrics = {
+            "step_seconds": seconds,
+            "predicted_step_seconds": run.plan.predicted.step_seconds,
+            "planned_bytes": float(run.plan.predicted.peak_bytes),
+        }
+        num_samples = run.samples_per_step
+        if num_samples:
+            metrics["samples_per_second"] = num_samples / seconds
+        if run.seconds_at_peak:
+            metrics["mfu"] = run.seconds_at_peak / seconds
+        device = run.store.device
+        if device.type == "cuda":
+            metrics["allocated_bytes"] = float(torch.cuda.max_memory_allocated(device))
+        for logger in self._trainer.loggers:
+            logger.log_metrics(_prefixed(metrics), self._trainer.global_step)
+
+
+def plan_hyperparameters(plan: "Plan") -> dict[str, Any]:
+    """Return what a plan decides, in numbers and short strings."""
+    return {
+        "eager": plan.is_eager,
+        "stages": len(plan.stages),
+        "microbatches": plan.num_microbatches,
+        "schedule": plan.schedule,
+        "meshes": " ".join("x".join(map(str, stage.logical_mesh)) for stage in plan.stages),
+        "predicted_step_seconds": plan.predicted.step_seconds,
+        "planned_bytes": plan.predicted.peak_bytes,
+    }
+
+
+def _prefixed(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {PREFIX + name: value for name, value in values.items()}
+
+
+def _store_page(logger: Logger, plan: "Plan") -> None:
+    """Store the plan's page with loggers that store files."""
+    if not isinstance(logger, MLFlowLogger | WandbLogger):
+        return
+    # The page is drawn only where it is stored.
+    from alpa_strategy.page.page import plan_page
+
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, PAGE_NAME)
+        path.write_text(plan_page(plan), encoding="utf-8")
+        if isinstance(logger, MLFlowLogger):
+            logger.experiment.log_artifact(logger.run_id, str(path))
+        else:
+            # W&B copies the file before it returns.
+            logger.experiment.save(str(path), base_path=folder, policy="now")

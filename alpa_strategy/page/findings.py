@@ -1,0 +1,90 @@
+"""What limits a plan's step, in sentences with numbers: the page's and the terminal's."""
+
+from alpa_strategy.display.table import step_parts
+from alpa_strategy.ir.plan import Collective, Plan
+from alpa_strategy.units import format_bytes, format_seconds
+
+# A part of the step from this share on is worth a sentence.
+WORTH_SAYING = 0.05
+# A boundary is slow if its messages take at least this share of the forward of the stage before it.
+SLOW_BOUNDARY = 0.5
+
+_WORDS = {
+    "compute": "Computation",
+    "communication": "Communication",
+    "optimizer": "The optimizer's update",
+    "host": "The host",
+    "waiting": "Waiting of the busiest stage's devices",
+}
+
+
+def findings(plan: Plan) -> list[str]:
+    """Return what takes a step's time, the largest part first, and which boundaries are slow."""
+    return [*_parts(plan), *_slow_boundaries(plan), *_imbalance(plan)]
+
+
+def _parts(plan: Plan) -> list[str]:
+    parts = step_parts(plan)
+    total = sum(parts.values())
+    lines = []
+    for name, seconds in sorted(parts.items(), key=lambda part: -part[1]):
+        share = seconds / total
+        if share < WORTH_SAYING:
+            continue
+        line = f"{_WORDS[name]} takes {share:.0%} of the step ({format_seconds(seconds)})."
+        if name == "communication":
+            line += _largest_collective(plan)
+        lines.append(line)
+    return lines
+
+
+def _largest_collective(plan: Plan) -> str:
+    collectives = plan.collectives()
+    if not collectives:
+        return ""
+    stage_of = {}
+    for index, stage in enumerate(plan.stages):
+        stage_of.update(dict.fromkeys(map(id, stage.collectives), index))
+    largest: Collective = max(collectives, key=lambda collective: collective.seconds)
+    where = f" of stage {stage_of[id(largest)]}" if len(plan.stages) > 1 else ""
+    when = {"step": "once per step"}.get(largest.phase, f"in the {largest.phase}")
+    return (
+        f" The largest collective is {largest.kind} on mesh axis {largest.axis}{where}, {when}:"
+        f" {format_bytes(largest.num_bytes)} in {format_seconds(largest.seconds)}."
+    )
+
+
+def _slow_boundaries(plan: Plan) -> list[str]:
+    """Return a line about the slowest boundary if it is slow, and how many others are."""
+    slow = []
+    for index, stage in enumerate(plan.stages[:-1]):
+        one_way = stage.boundary_seconds / 2
+        if stage.forward_seconds and one_way >= SLOW_BOUNDARY * stage.forward_seconds:
+            slow.append((one_way, index))
+    if not slow:
+        return []
+    seconds, index = max(slow)
+    stage = plan.stages[index]
+    line = (
+        f"Messages from stage {index} to {index + 1} take {format_seconds(seconds)} each way,"
+        f" against {format_seconds(stage.forward_seconds)} of forward: this boundary is slow."
+    )
+    if len(slow) > 1:
+        line += f" {len(slow)} of {len(plan.stages) - 1} boundaries are."
+    return [line]
+
+
+def _imbalance(plan: Plan) -> list[str]:
+    """Return a line if the slowest stage takes clearly longer than the mean."""
+    seconds = [stage.forward_seconds + stage.backward_seconds for stage in plan.stages]
+    if len(seconds) < 2 or not all(seconds):
+        return []
+    mean = sum(seconds) / len(seconds)
+    slowest = max(range(len(seconds)), key=seconds.__getitem__)
+    excess = seconds[slowest] / mean - 1
+    if excess < WORTH_SAYING:
+        return []
+    return [
+        f"Stage {slowest} is the slowest: a micro-batch takes {format_seconds(seconds[slowest])},"
+        f" {excess:.0%} more than the mean of all stages."
+    ]

@@ -1,0 +1,288 @@
+"""A Plan and its details as plain data for the page's script.
+
+Numbers stay numbers: the script formats them. Names stay texts: the script draws them character by
+character. Keys are short words because the data of a large plan is most of its page.
+"""
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from alpa_strategy.display.table import equal_stages, mesh_text, proof_of, recomputes, step_parts
+from alpa_strategy.display.timeline import device_range
+from alpa_strategy.ir.plan import Collective, Plan, StagePlan, modes_text, stage_ranks
+from alpa_strategy.ir.plan_details import (
+    MessageDetails,
+    OpDetails,
+    ParameterDetails,
+    PlanDetails,
+    StageDetails,
+    ValueDetails,
+)
+from alpa_strategy.page.findings import findings
+from alpa_strategy.page.schedule import drawn_schedule
+
+
+def page_model(plan: Plan, details: PlanDetails | None = None, name: str = "") -> dict[str, Any]:
+    """Return the data of a plan's page.
+
+    Args:
+        plan: to show.
+        details: of its parameters and ops; None: the page has the plan alone.
+        name: of the plan, such as its file's.
+    """
+    stages = []
+    for index, stage in enumerate(plan.stages):
+        of_stage = details.stages[index] if details is not None else None
+        stages.append(_stage(index, stage, of_stage))
+
+    return {
+        "name": name,
+        "title": _title(plan),
+        "cluster": plan.cluster_name,
+        "devices": sum(math.prod(submesh) for submesh in _meshes(plan)),
+        "perNode": _devices_per_node(plan, details),
+        "microbatches": plan.num_microbatches,
+        "schedule": plan.schedule,
+        "eager": plan.is_eager,
+        "proof": proof_of(plan),
+        "gap": plan.gap,
+        "step": _number(plan.predicted.step_seconds),
+        "peak": plan.predicted.peak_bytes,
+        "limit": _limit(details),
+        "batch": details.batch_size if details is not None else 0,
+        "parts": [[part, _number(seconds)] for part, seconds in step_parts(plan).items()],
+        "baselines": [[text, _finite(seconds)] for text, seconds in plan.baselines.items()],
+        "phases": [[p.name, p.times, _number(p.total_seconds), p.layout] for p in plan.phases],
+        "notes": list(plan.notes),
+        "findings": findings(plan),
+        "solver": [[phase, _number(seconds)] for phase, seconds in plan.solver_seconds.items()],
+        "detailed": details is not None,
+        "groups": equal_stages(plan),
+        "stages": stages,
+        "timeline": _timeline(plan),
+        "explanations": _explanations(details),
+    }
+
+
+def _explanations(details: PlanDetails | None) -> dict[str, Any]:
+    """Return the answers that are stored, by name of the parameter or op."""
+    answers: dict[str, Any] = {}
+    for answer in details.explanations if details is not None else ():
+        choices = []
+        for choice in (answer.chosen, *answer.choices):
+            choices.append(
+                {
+                    "layout": choice.layout,
+                    "seconds": _finite(choice.seconds),
+                    "bytes": choice.num_bytes,
+                    "problem": choice.problem,
+                }
+            )
+        answers[answer.name] = {"choices": choices, "reasons": list(answer.reasons)}
+    return answers
+
+
+def _title(plan: Plan) -> str:
+    if len(plan.stages) == 1:
+        stage = plan.stages[0]
+        title = f"one stage on mesh {mesh_text(stage.logical_mesh)}"
+        if plan.num_microbatches > 1:
+            title += f", {plan.num_microbatches} micro-batches"
+        return title + recomputes(stage)
+    count = plan.num_microbatches
+    return f"{len(plan.stages)} stages, {count} micro-batches, {plan.schedule}"
+
+
+def _meshes(plan: Plan) -> Iterable[tuple[int, int]]:
+    """Return the submesh of every mesh: several stages may share one."""
+    return {stage.first_device: stage.submesh for stage in plan.stages}.values()
+
+
+def _devices_per_node(plan: Plan, details: PlanDetails | None) -> int:
+    """Return the devices of a node; without details, the most that a submesh has of one."""
+    if details is not None:
+        return details.devices_per_node
+    return max(submesh[1] for submesh in _meshes(plan))
+
+
+def _limit(details: PlanDetails | None) -> float | None:
+    if details is None or details.memory_limit >= 1e30:
+        return None
+    return details.memory_limit
+
+
+def _stage(index: int, stage: StagePlan, details: StageDetails | None) -> dict[str, Any]:
+    p = stage.predicted
+    data: dict[str, Any] = {
+        "index": index,
+        "devices": list(stage_ranks(stage)),
+        "range": device_range(stage),
+        "mesh": list(stage.logical_mesh),
+        "layers": stage.layers,
+        "remat": stage.remat,
+        "recomputed": recomputes(stage).lstrip(", "),
+        "forward": _number(stage.forward_seconds),
+        "backward": _number(stage.backward_seconds),
+        "boundary": _number(stage.boundary_seconds),
+        "seconds": _number(p.step_seconds),
+        "compute": _number(p.compute_seconds),
+        "communication": _number(p.communication_seconds),
+        "optimizer": _number(p.optimizer_seconds),
+        "peak": p.peak_bytes,
+        "collectives": [_collective(collective) for collective in stage.collectives],
+    }
+    if details is None:
+        data["parameters"] = _parameters_of_plan(stage)
+        data["ops"] = [
+            {"name": name, "strategies": list(map(str, strategies))}
+            for name, strategies in stage.strategies.items()
+        ]
+        return data
+    data["once"] = _number(details.once_seconds)
+    data["memory"] = dict(vars(details.memory))
+    data["parameters"] = [_parameter(parameter) for parameter in details.parameters]
+    data["ops"] = [_op(op) for op in details.ops]
+    return data
+
+
+def _parameters_of_plan(stage: StagePlan) -> list[dict[str, Any]]:
+    parameters = []
+    for name, plan in stage.parameter_plans.items():
+        parameters.append(
+            {
+                "name": name,
+                "shape": list(stage.shapes.get(name, ())),
+                "modes": modes_text(plan.module_modes),
+                "segments": plan.num_segments,
+                "host": plan.on_host,
+            }
+        )
+    return parameters
+
+
+def _parameter(parameter: ParameterDetails) -> dict[str, Any]:
+    return {
+        "name": parameter.name,
+        "shape": list(parameter.shape),
+        "dtype": parameter.dtype,
+        "modes": parameter.modes,
+        "local": list(parameter.local_shape),
+        "bytes": [
+            parameter.weight_bytes,
+            parameter.gradient_bytes,
+            parameter.state_bytes,
+            parameter.gathered_bytes,
+        ],
+        "update": _number(parameter.update_seconds),
+        "readers": list(parameter.readers),
+        "messages": _messages(parameter.messages),
+        "segments": parameter.num_segments,
+        "host": parameter.on_host,
+    }
+
+
+def _op(op: OpDetails) -> dict[str, Any]:
+    return {
+        "name": op.name,
+        "target": op.target,
+        "module": op.module,
+        "source": op.source,
+        "strategies": list(op.strategies),
+        "operands": [_value(value) for value in op.operands],
+        "results": [_value(value) for value in op.results],
+        "readers": list(op.readers),
+        "forward": _number(op.forward_seconds),
+        "backward": _number(op.backward_seconds),
+        "saved": op.saved_bytes,
+        "temporary": op.temporary_bytes,
+        "once": op.is_per_step,
+        "recomputed": op.is_recomputed,
+        "messages": _messages(op.messages),
+    }
+
+
+def _value(value: ValueDetails) -> list[Any]:
+    """Return a value as [maker, shape, dtype, layout, local shape, local bytes]."""
+    return [
+        value.maker,
+        list(value.shape),
+        value.dtype,
+        value.layout,
+        list(value.local_shape),
+        value.local_bytes,
+    ]
+
+
+def _messages(messages: Sequence[MessageDetails]) -> list[dict[str, Any]]:
+    data = []
+    for message in messages:
+        data.append(
+            {
+                "kind": message.kind,
+                "axis": message.axis,
+                "phase": message.phase,
+                "count": message.count,
+                "bytes": message.num_bytes,
+                "seconds": _number(message.seconds),
+                "place": message.place,
+                "value": message.value,
+                "from": message.source,
+                "to": message.target,
+            }
+        )
+    return data
+
+
+def _collective(collective: Collective) -> list[Any]:
+    """Return a stage's collective as [kind, axis, phase, count, bytes, seconds]."""
+    return [
+        collective.kind,
+        collective.axis,
+        collective.phase,
+        collective.count,
+        collective.num_bytes,
+        _number(collective.seconds),
+    ]
+
+
+def _timeline(plan: Plan) -> dict[str, Any] | None:
+    """Return the step over time.
+
+    Actions are [kind, stage, micro-batch, mesh, start, seconds], messages [source stage, target
+    stage, micro-batch, start, seconds].
+    """
+    drawn = drawn_schedule(plan)
+    if drawn is None:
+        return None
+    timeline = drawn.timeline
+    actions = []
+    for a in timeline.timed:
+        times = [_number(a.start), _number(a.end - a.start)]
+        actions.append([a.kind, a.stage, a.microbatch, a.mesh, *times])
+    messages = []
+    for m in drawn.messages:
+        times = [_number(m.start), _number(m.end - m.start)]
+        messages.append([m.source, m.target, m.microbatch, *times])
+    return {
+        "seconds": _number(timeline.seconds),
+        "meshes": list(timeline.meshes),
+        "stages": [list(stages) for stages in timeline.stages],
+        "drawn": timeline.num_drawn,
+        "idle": [round(timeline.idle_share(mesh), 4) for mesh in range(len(timeline.meshes))],
+        "actions": actions,
+        "messages": messages,
+        "critical": list(drawn.critical),
+    }
+
+
+def _number(value: float) -> float:
+    """Return a number with seven digits, which is more than a page shows."""
+    return float(f"{value:.7g}")
+
+
+def _finite(seconds: float | None) -> float | None:
+    """Return seconds, None if they are not known or infinite: JSON has no infinity."""
+    if seconds is None or not math.isfinite(seconds):
+        return None
+    return _number(seconds)

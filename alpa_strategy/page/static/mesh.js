@@ -1,0 +1,60 @@
+"use strict";
+// The devices of the job, node by node, coloured by group of equal stages.
+(function () {
+  const { el } = alpa;
+
+  alpa.meshPanel = function (plan) {
+    const stageOf = new Map();
+    plan.stages.forEach((stage, index) => stage.devices.forEach((rank) => stageOf.has(rank) || stageOf.set(rank, index)));
+    const ranks = [...stageOf.keys()].sort((a, b) => a - b);
+    const buttons = new Map();
+    const make = (rank) => {
+      const stage = stageOf.get(rank);
+      const group = alpa.groupOf(plan, stage);
+      const button = el("button", {
+        class: "device", type: "button", tabindex: "-1", "data-rank": rank,
+        style: `background:${alpa.groupColor(group)}`,
+        "aria-label": `device ${rank}, stage ${stage}`,
+        onclick: () => alpa.select({ kind: "device", device: rank }),
+        onpointermove: (event) => alpa.tip(event, [`device ${rank}`, alpa.stageName(plan, stage)]),
+        onpointerleave: () => alpa.tip(null, null),
+      }, `${rank}`);
+      buttons.set(rank, button);
+      return button;
+    };
+    const perNode = Math.max(plan.perNode, 1);
+    const nodes = [];
+    for (let first = 0; first < ranks.length; first += perNode) {
+      const members = ranks.slice(first, first + perNode);
+      const name = ranks.length > perNode ? el("div", { class: "name" }, `node ${first / perNode}`) : null;
+      const columns = Math.min(8, perNode);
+      nodes.push(el("div", { class: "node" }, name, el("div", { class: "devices", style: `grid-template-columns:repeat(${columns},minmax(0,1fr))` }, members.map(make))));
+    }
+    const grid = el("div", { class: ranks.length > 128 ? "nodes many" : "nodes", role: "group", "aria-label": "devices; arrow keys move, Enter selects" }, nodes);
+    if (ranks.length) buttons.get(ranks[0]).tabIndex = 0;
+    grid.addEventListener("keydown", (event) => {
+      const rank = Number(event.target.dataset.rank);
+      const steps = { ArrowRight: 1, ArrowLeft: -1, ArrowDown: Math.min(8, perNode), ArrowUp: -Math.min(8, perNode) };
+      const next = ranks[ranks.indexOf(rank) + (steps[event.key] || NaN)];
+      if (next === undefined) return;
+      event.preventDefault();
+      event.target.tabIndex = -1;
+      buttons.get(next).tabIndex = 0;
+      buttons.get(next).focus();
+    });
+    alpa.listeners.push((selection) => {
+      const lit = selection.kind === "device" ? [selection.device]
+        : plan.stages[selection.kind === "action" ? selection.action[1] : selection.stage].devices;
+      const chosen = new Set(lit);
+      for (const [rank, button] of buttons) {
+        button.classList.toggle("dim", selection.kind !== "device" && !chosen.has(rank));
+        button.classList.toggle("lit", selection.kind === "device" && chosen.has(rank));
+      }
+    });
+    const groups = plan.groups.map((members, index) => [alpa.groupColor(index),
+      plan.stages.length === 1 ? "one stage" : `stage${members.length > 1 ? "s" : ""} ${alpa.ranges(members)}`]);
+    return el("div", { class: "card mesh-card" }, el("div", { class: "section-head" }, el("h2", {}, "Devices"),
+      el("span", { class: "soft" }, `${plan.devices}${plan.cluster ? ` on ${alpa.text(plan.cluster)}` : ""}`)),
+    grid, plan.stages.length > 1 ? alpa.legend(groups) : null);
+  };
+})();

@@ -1,0 +1,86 @@
+"use strict";
+// The top of the page: what the plan is, what it costs, and what limits it.
+(function () {
+  const { el } = alpa;
+
+  const figure = (label, value, ...notes) => el("div", { class: "figure" }, el("div", { class: "label" }, label), el("div", { class: "value" }, value), ...notes);
+  const note = (text) => el("div", { class: "note" }, text);
+
+  function proof(plan) {
+    if (plan.eager) return "eager";
+    if (plan.gap <= 1e-6) return "optimal";
+    return plan.gap >= 1 ? "none" : `${Math.max(0.01, 100 * plan.gap).toFixed(2)} %`;
+  }
+
+  function figures(plan) {
+    const nodes = [];
+    if (!plan.eager) {
+      const rate = plan.batch && plan.step > 0 ? `${alpa.count(plan.batch / plan.step)} samples/s, ${plan.batch} samples` : "predicted";
+      nodes.push(figure("Step", alpa.seconds(plan.step), note(rate)));
+    }
+    const memory = [];
+    if (plan.limit) {
+      const share = Math.min(1, plan.peak / plan.limit);
+      memory.push(el("div", { class: "meter", "aria-hidden": "true" }, el("i", { style: `width:${100 * share}%` })), note(`${alpa.percent(share)} of ${alpa.bytes(plan.limit)}`));
+    } else memory.push(note("at the peak"));
+    nodes.push(figure("Memory per device", alpa.bytes(plan.peak), ...memory));
+    nodes.push(figure("Devices", String(plan.devices), note(plan.cluster ? alpa.text(plan.cluster) : "")));
+    const parameters = new Map();
+    plan.stages.forEach((stage) => stage.parameters.forEach((of) => parameters.set(of.name, alpa.elements(of.shape))));
+    nodes.push(figure("Parameters", alpa.count(alpa.sum([...parameters.values()])), note(`${parameters.size} tensors`)));
+    if (plan.timeline) {
+      const idle = plan.timeline.idle;
+      nodes.push(figure("Waiting", alpa.percent(alpa.sum(idle) / idle.length), note("of the devices' time, on average")));
+    }
+    nodes.push(figure("Proof", proof(plan), note(alpa.text(plan.proof))));
+    return el("div", { class: "figures" }, nodes);
+  }
+
+  function limits(plan) {
+    if (!plan.parts.length) return null;
+    const bar = alpa.stack(plan.parts.map(([name, seconds]) => [alpa.PARTS[name], name, seconds]), alpa.seconds);
+    const lines = plan.findings.map((text) => el("li", {}, alpa.text(text)));
+    return el("section", { class: "card", "aria-label": "what limits it" },
+      el("div", { class: "section-head" }, el("h2", {}, "What takes the time"), el("span", { class: "soft" }, plan.stages.length > 1 ? "on the devices of the slowest stage" : "")),
+      ...bar, lines.length ? el("ul", { class: "findings" }, lines) : null);
+  }
+
+  function instead(plan) {
+    if (!plan.baselines.length) return null;
+    const known = plan.baselines.filter(([, seconds]) => seconds !== null).map(([, seconds]) => seconds);
+    const longest = Math.max(plan.step, ...known);
+    const bar = (seconds, color) => el("div", { class: "bar", style: "height:14px;min-width:120px" }, el("span", { style: `width:${(100 * seconds) / longest}%;background:var(--${color})` }));
+    const rows = [["this plan", bar(plan.step, "forward"), alpa.seconds(plan.step), ""], ...plan.baselines.map(([name, seconds]) => [
+      alpa.text(name), seconds === null ? "does not fit" : bar(seconds, "other"), seconds === null ? "" : alpa.seconds(seconds),
+      seconds === null ? "" : `${(seconds / plan.step).toFixed(2)} ×`])];
+    return el("section", { class: "card", "aria-label": "alternatives" }, el("div", { class: "section-head" }, el("h2", {}, "Instead of it"),
+      el("span", { class: "soft" }, "by the same costs and within the same memory")), alpa.table(["plan", "step", "#seconds", "#against it"], rows));
+  }
+
+  function phases(plan) {
+    if (!plan.phases.length) return null;
+    return el("section", { class: "card" }, el("div", { class: "section-head" }, el("h2", {}, "Phases of an iteration")),
+      alpa.table(["phase", "layout", "#times", "#together"], plan.phases.map(([name, times, seconds, layout]) => [alpa.text(name), alpa.text(layout), `${times}`, alpa.seconds(seconds)])));
+  }
+
+  function stages(plan) {
+    if (plan.stages.length < 2) return null;
+    const rows = plan.stages.map((stage) => [
+      el("button", { class: "link", type: "button", onclick: () => alpa.select({ kind: "stage", stage: stage.index }) }, `stage ${stage.index}`),
+      alpa.text(stage.layers), stage.range, stage.mesh.join(" × "), alpa.seconds(stage.forward), alpa.seconds(stage.backward),
+      stage.boundary ? alpa.seconds(stage.boundary) : "", alpa.bytes(stage.peak)]);
+    const table = alpa.table(["stage", "layers", "devices", "mesh", "#forward", "#backward", "#messages", "#memory"], rows.slice(0, 16));
+    const rest = rows.length > 16 ? el("details", { class: "more" }, el("summary", {}, `${rows.length - 16} more stages`),
+      alpa.table(["stage", "layers", "devices", "mesh", "#forward", "#backward", "#messages", "#memory"], rows.slice(16))) : null;
+    return el("section", { class: "card", "aria-label": "stages" }, el("div", { class: "section-head" }, el("h2", {}, "Stages"),
+      el("span", { class: "soft" }, "seconds of one micro-batch; messages to the next stage and back")), table, rest);
+  }
+
+  function notes(plan) {
+    if (!plan.notes.length) return null;
+    const lines = plan.notes.map((text) => el("li", {}, alpa.text(text)));
+    return el("section", { class: "card", "aria-label": "notes" }, el("h2", {}, "Notes"), el("ul", { class: "findings" }, lines));
+  }
+
+  alpa.overview = { figures, limits, instead, phases, stages, notes };
+})();

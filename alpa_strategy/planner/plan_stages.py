@@ -1,0 +1,109 @@
+"""The stages of a plan as the planner's requests, to solve them once more."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from alpa_strategy.inter_op.pins import layers_of
+from alpa_strategy.inter_op.simulation import runtime_seconds, simulated_seconds
+from alpa_strategy.inter_op.stage_costs import StageCostTask
+from alpa_strategy.inter_op.stage_solve import SolvedStage, StageRequest
+from alpa_strategy.ir.plan import ParameterPlan, Plan, job_ranks
+from alpa_strategy.microbatch.transform import microbatch
+from alpa_strategy.planner.cost_task import stage_cost_task
+from alpa_strategy.planner.details import stage_problems
+from alpa_strategy.planner.one_stage import whole_batch, whole_step_request
+from alpa_strategy.planner.task import PlanTask
+from alpa_strategy.schedules import in_flight_by_stage
+
+
+def stage_job(task: PlanTask, plan: Plan) -> StageCostTask:
+    """Return what the stages of a plan were priced for.
+
+    Raises:
+        PlanError: the step cannot be split into the plan's micro-batches.
+    """
+    task = replace(task, cluster=task.cluster.in_order(job_ranks(plan.stages)))
+    if not plan.is_pipelined:
+        return whole_batch(task)
+    task = task.for_stages()
+    graph = microbatch(task.step, plan.num_microbatches, task.cluster.num_devices).graph
+    cuts, _ = layers_of(graph, task.cluster, task.options)
+    return stage_cost_task(task, graph, cuts, plan.num_microbatches)
+
+
+def stage_request(job: StageCostTask, task: PlanTask, plan: Plan, index: int) -> StageRequest:
+    """Return what stage `index` of a plan was solved for."""
+    stage = plan.stages[index]
+    if job.is_whole_batch:
+        return whole_step_request(task, stage.logical_mesh, {})
+
+    num_stages = len(plan.stages)
+    num_meshes = len({stage.first_device for stage in plan.stages})
+    stages_per_mesh = num_stages // num_meshes
+    alive = 1
+    if num_stages > 1:
+        alive = in_flight_by_stage(
+            plan.schedule, num_meshes, plan.num_microbatches, stages_per_mesh
+        )[index]
+
+    # Parameters that an earlier stage on the mesh stores.
+    pinned: dict[str, ParameterPlan] = {}
+    for earlier in plan.stages[:index]:
+        if earlier.first_device == stage.first_device:
+            pinned.update(earlier.parameter_plans)
+    first, last = stage.ops
+    return StageRequest(
+        first=first,
+        last=last,
+        submesh=stage.submesh,
+        shape=stage.logical_mesh,
+        remat=stage.remat,
+        alive=alive,
+        stages_per_mesh=stages_per_mesh,
+        pinned=pinned,
+        cuts=tuple(cut for cut in job.cuts if first < cut < last),
+    )
+
+
+def seconds_on(task: PlanTask, plan: Plan) -> float:
+    """Return the seconds of a step of `task` with the layouts of a plan that was made for another
+    cluster or other costs, on as many devices.
+
+    Raises:
+        PlanError: the step cannot have these layouts.
+    """
+    job = stage_job(task, plan)
+    pipeline = []
+    for stage, assigned in stage_problems(task, plan):
+        cost = assigned.cost
+        if job.is_whole_batch:
+            return cost.seconds() + cost.once
+        backward = cost.backward + (cost.forward if stage.remat else 0.0)
+        pipeline.append((cost.forward, backward, cost.once, stage.boundary_seconds))
+    return _simulated(job, plan, pipeline)
+
+
+def step_with(job: StageCostTask, plan: Plan, index: int, solved: SolvedStage) -> float:
+    """Return the seconds of the plan's step if stage `index` had another solution."""
+    if job.is_whole_batch:
+        return solved.plan.predicted.step_seconds
+    pipeline = []
+    for number, stage in enumerate(plan.stages):
+        forward, backward = stage.forward_seconds, stage.backward_seconds
+        once = stage.predicted.step_seconds - plan.num_microbatches * (forward + backward)
+        if number == index:
+            forward, backward = solved.plan.forward_seconds, solved.plan.backward_seconds
+            once = solved.cost.once
+        pipeline.append((forward, backward, once, stage.boundary_seconds))
+    return _simulated(job, plan, pipeline)
+
+
+def _simulated(
+    job: StageCostTask, plan: Plan, pipeline: Sequence[tuple[float, float, float, float]]
+) -> float:
+    overhead = runtime_seconds(job.cluster.device)
+    num_meshes = len({stage.first_device for stage in plan.stages})
+    (seconds,) = simulated_seconds(
+        plan.schedule, num_meshes, plan.num_microbatches, [pipeline], overhead
+    )
+    return seconds

@@ -1,0 +1,135 @@
+"""Questions about plans: `alpa why`, `alpa whatif`, `alpa diff` and `alpa compare`."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from alpa_strategy.cli import main
+from alpa_strategy.cluster.spec import ClusterSpec
+from alpa_strategy.commands.compare import Entry, comparison_table
+from alpa_strategy.commands.whatif import Variation, _varied
+from alpa_strategy.errors import OptionError
+from alpa_strategy.ir.plan import Plan
+from alpa_strategy.ir.plan_details import Origin, details_of_file
+from alpa_strategy.page.page import models_of, page_path
+from alpa_strategy.units import format_seconds
+
+ROOT = Path(__file__).parents[2]
+TINY = str(ROOT / "recipes" / "gpt_tiny.yaml")
+P3 = str(ROOT / "configs" / "clusters" / "p3_16xlarge_x8.yaml")
+SMALL = ["model.num_layers=1", "cluster.num_nodes=1", "cluster.devices_per_node=2"]
+NAME = "blocks.0.mlp.fc.weight"
+
+
+@pytest.fixture(scope="module")
+def plans(tmp_path_factory):
+    """A data parallel plan and a tensor parallel one of the same model."""
+    folder = tmp_path_factory.mktemp("plans")
+    for parallel in ("data", "tensor"):
+        path = folder / f"{parallel}.json"
+        command = ["plan", TINY, "--cluster", P3, "-o", str(path), *SMALL]
+        assert main([*command, f"plan.parallel={parallel}"]) == 0
+    return folder
+
+
+def test_why_prints_the_other_layouts_and_adds_them_to_the_page(plans, tmp_path, capsys):
+    for file in plans.glob("tensor.*"):
+        shutil.copy(file, tmp_path)
+    path = tmp_path / "tensor.json"
+    plan = Plan.load(path)
+    assert main(["why", str(path), NAME]) == 0
+    out = capsys.readouterr().out
+    assert NAME in out
+    assert str(plan.stages[0].parameter_plans[NAME].modes[0]) in out
+    (answer,) = details_of_file(path, plan).explanations
+    assert answer.name == NAME
+    (model,) = models_of(page_path(path).read_text())
+    assert list(model["explanations"]) == [NAME]
+
+    assert main(["why", str(path), NAME + "s"]) == 2
+    assert f"did you mean '{NAME}'" in " ".join(capsys.readouterr().err.split())
+
+
+def test_why_needs_to_know_the_recipe(plans, tmp_path, capsys):
+    path = tmp_path / "alone.json"
+    shutil.copy(plans / "data.json", path)
+    assert main(["why", str(path), NAME]) == 2
+    assert "alpa plan RECIPE --cluster CLUSTER -o" in " ".join(capsys.readouterr().err.split())
+
+
+def test_diff_states_figures_and_layouts_that_differ(plans, tmp_path, capsys):
+    before, after = plans / "data.json", plans / "tensor.json"
+    page = tmp_path / "diff.html"
+    assert main(["diff", str(before), str(after), "--html", str(page)]) == 0
+    out = capsys.readouterr().out
+    for expected in ("data.json", "tensor.json", "step", "R* on 2", "S0 on 2"):
+        assert expected in out
+    models = models_of(page.read_text())
+    assert [model["name"] for model in models] == ["data.json", "tensor.json"]
+    assert all(model["detailed"] for model in models)
+
+    assert main(["diff", str(before), str(before)]) == 0
+    assert "both store every parameter alike" in capsys.readouterr().out
+
+
+def test_whatif_plans_a_stored_plan_with_another_cluster(plans, capsys):
+    path = plans / "tensor.json"
+    step = Plan.load(path).predicted.step_seconds
+    assert main(["whatif", str(path), "--set", "intra_node.bandwidth=2x"]) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert "intra_node.bandwidth=2x" in out
+    assert format_seconds(step) in out
+    assert "The plan as it is would take" in out
+
+
+def test_changes_are_of_the_cluster_or_of_the_recipe():
+    origin = Origin(TINY, P3)
+    varied = _varied(
+        origin,
+        Variation("", {}, ()),
+        ["inter_node.bandwidth=2x", "devices=16", "data.batch_size=3x", "plan.parallel=tensor"],
+        "",
+    )
+    cluster = ClusterSpec.load(P3, dict(varied.to_cluster))
+    assert (cluster.num_nodes, cluster.devices_per_node) == (2, 8)
+    before = ClusterSpec.load(P3).inter_node.bandwidth
+    assert cluster.inter_node.bandwidth == pytest.approx(2 * before)
+    assert varied.overrides == ("data.batch_size=24", "strategy.parallel=tensor")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("inter_node.bandwidth", "KEY=VALUE"),
+        ("name=2x", "no multiple"),
+        ("devices=12", "full nodes of 8"),
+        ("devices=none", "no number of devices"),
+    ],
+)
+def test_a_change_that_cannot_be_is_an_error(text, message):
+    with pytest.raises(OptionError, match=message):
+        _varied(Origin(TINY, P3), Variation(""), [text], "")
+
+
+def test_compare_prints_time_memory_and_cost(capsys):
+    command = ["compare", TINY, *SMALL, "--cluster", P3, "--cluster", "dgx_h100"]
+    assert main([*command, "--parallel", "zero3", "--price", "1", "--price", "5"]) == 0
+    out = capsys.readouterr().out
+    for expected in ("p3_16xlarge_x8", "dgx_h100", "zero3", "of a million samples"):
+        assert expected in out
+    assert main([*command, "--price", "1"]) == 2
+    assert "one price for each --cluster" in " ".join(capsys.readouterr().err.split())
+
+
+def test_cost_is_price_times_devices_times_hours(plans):
+    plan = Plan.load(plans / "data.json")
+    cluster = ClusterSpec.load(P3, {"num_nodes": 1, "devices_per_node": 2})
+    entry = Entry(cluster, "data", 3.6, plan, samples=10)
+    seconds = plan.predicted.step_seconds * 1e5
+    assert entry.cost_per_million == pytest.approx(2 * 3.6 * seconds / 3600)
+    failed = Entry(cluster, "zero3", 3.6, None, problem="too large")
+    assert failed.cost_per_million is None
+    assert comparison_table([entry, failed]).row_count == 2

@@ -1,0 +1,107 @@
+"""`alpa plan hf:...`: from a config.json to an answer, without weights, network or devices."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from fit.small import write_config
+
+from alpa_strategy.cli import main
+from alpa_strategy.ir.plan import MEMORY_PARTS, Plan
+
+pytest.importorskip("transformers")
+
+SMALL = ["--cluster", "dgx_h100", "cluster.num_nodes=1", "--seq", "128", "--batch", "16"]
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]:
+    code = main(["plan", *arguments])
+    captured = capsys.readouterr()
+    return code, captured.out + captured.err
+
+
+def test_answer_fits_one_screen(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    folder = write_config(tmp_path / "tiny-llama")
+    code = main(["plan", f"hf:{folder}", *SMALL])
+    out = capsys.readouterr().out
+    assert code == 0
+    lines = out.splitlines()
+    assert len(lines) <= 40
+    assert max(map(len, lines)) <= 80
+    for word in ("tiny-llama", "fits", "tokens/s", "MFU", "plan", *MEMORY_PARTS[:1]):
+        assert word in out
+
+
+@pytest.mark.parametrize("name", ["config.json", ""])
+def test_source_is_a_folder_or_a_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    folder = write_config(tmp_path / "tiny")
+    code, out = run(capsys, f"hf:{folder / name}", *SMALL)
+    assert code == 0
+    assert out.count("tiny, ") == 1
+
+
+def test_parts_of_memory_sum_to_the_peak(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = write_config(tmp_path / "tiny")
+    pinned = ["plan.num_stages=2", "plan.num_microbatches=4"]
+    for number, more in enumerate(([], pinned, [*pinned, "plan.remat=true"])):
+        file = tmp_path / f"{number}.json"
+        code, out = run(capsys, f"hf:{folder}", *SMALL, *more, "-o", str(file))
+        assert code == 0, out
+        for stage in Plan.load(file).stages:
+            assert set(stage.predicted.memory) == set(MEMORY_PARTS)
+            assert sum(stage.predicted.memory.values()) == stage.predicted.peak_bytes
+            assert min(stage.predicted.memory.values()) >= 0
+
+
+def test_lora_trains_adapters_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("peft")
+    folder = write_config(tmp_path / "tiny")
+    full = tmp_path / "full.json"
+    adapted = tmp_path / "lora.json"
+    assert run(capsys, f"hf:{folder}", *SMALL, "-o", str(full))[0] == 0
+    code, out = run(capsys, f"hf:{folder}", *SMALL, "--lora", "4", "-o", str(adapted))
+    assert code == 0, out
+    assert "trained" in out
+    states = [Plan.load(file).stages[0].predicted.memory["state"] for file in (full, adapted)]
+    assert states[1] < states[0] / 4
+
+
+@pytest.mark.parametrize(
+    ("change", "flags", "words"),
+    [
+        ({"model_type": "no_such_model"}, [], "model_type"),
+        ({"model_type": "vit"}, [], "language model"),
+        ({"hidden_size": 250}, [], "configuration"),
+        ({}, ["--optimizer", "adamv"], "adamw"),
+        ({}, ["--precision", "fp4"], "precision"),
+        ({}, ["--batch", "0"], "--batch"),
+        ({}, ["model.lr=1"], "is for recipes"),
+    ],
+)
+def test_mistakes_are_one_message(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    change: dict[str, object],
+    flags: list[str],
+    words: str,
+) -> None:
+    folder = write_config(tmp_path / "tiny", **change)
+    code, out = run(capsys, f"hf:{folder}", *SMALL, *flags)
+    assert code == 2
+    assert words in out
+    assert "Traceback" not in out
+
+
+def test_missing_files_are_one_message(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for source in (str(tmp_path / "nothing"), f"{tmp_path}/nothing.json", str(tmp_path)):
+        code, out = run(capsys, f"hf:{source}", *SMALL)
+        assert code == 2
+        assert "what to do" in out

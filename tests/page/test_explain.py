@@ -1,0 +1,83 @@
+"""What `explain` says of other layouts is what the planner finds with these layouts pinned."""
+
+from __future__ import annotations
+
+import glob
+from dataclasses import replace
+
+import pytest
+from page.test_details import PIPELINE, planned
+
+from alpa_strategy.errors import PlanError
+from alpa_strategy.inter_op.stage_solve import StageSolver
+from alpa_strategy.ir.plan import parse_modes
+from alpa_strategy.planner.explain import explain
+from alpa_strategy.planner.one_stage import plan_one_stage
+from alpa_strategy.planner.plan_stages import seconds_on, stage_job, stage_request
+
+EXACT = 1e-6
+
+
+def names_of(plan, count=3):
+    (stage, *_) = plan.stages
+    names = sorted(stage.parameter_plans)
+    return names[:: max(1, len(names) // count)][:count]
+
+
+@pytest.mark.parametrize("options", [(), (("logical_mesh", (2, 2)),), (("logical_mesh", (4,)),)])
+def test_other_layouts_cost_what_the_planner_finds_with_them_pinned(options):
+    plan, task = planned("gpt", options)
+    (stage,) = plan.stages
+    for name in names_of(plan):
+        answer = explain(task, plan, name)
+        for choice in [answer.chosen, *answer.choices]:
+            if "R" in choice.layout.split():
+                # To a user, `R` is any full copy.
+                continue
+            pinned = replace(
+                task.options,
+                logical_mesh=stage.logical_mesh,
+                placements=((glob.escape(name), choice.layout),),
+            )
+            other = plan_one_stage(replace(task, options=pinned))
+            assert other.predicted.step_seconds == pytest.approx(choice.seconds, rel=EXACT)
+            assert other.predicted.peak_bytes == choice.num_bytes
+
+
+def test_layouts_of_a_stage_cost_what_it_takes_with_them_pinned():
+    plan, task = planned("gpt", PIPELINE)
+    name = names_of(plan, 2)[-1]
+    answer = explain(task, plan, name)
+    job = stage_job(task, plan)
+    request = stage_request(job, task, plan, answer.stage)
+    of_plan = plan.stages[answer.stage].parameter_plans[name]
+    for choice in answer.choices:
+        modes = parse_modes(choice.layout)
+        pinned = {**request.pinned, name: replace(of_plan, modes=modes)}
+        solved = StageSolver(job).solve(replace(request, pinned=pinned))
+        assert solved.plan.predicted.step_seconds == pytest.approx(choice.stage_seconds, rel=EXACT)
+
+
+@pytest.mark.parametrize("options", [(("logical_mesh", (2, 2)),), PIPELINE])
+def test_no_layout_is_cheaper_than_that_of_a_proved_plan(options):
+    plan, task = planned("gpt", options)
+    for name in [*names_of(plan, 2), next(iter(plan.stages[0].strategies))]:
+        answer = explain(task, plan, name)
+        assert answer.chosen.seconds == pytest.approx(plan.predicted.step_seconds, rel=EXACT)
+        seconds = [choice.seconds for choice in answer.choices if choice.seconds is not None]
+        assert seconds == sorted(seconds)
+        if plan.gap == 0 and seconds:
+            assert seconds[0] >= answer.chosen.seconds * (1 - EXACT)
+
+
+@pytest.mark.parametrize("options", [(), PIPELINE])
+def test_a_plan_takes_on_its_own_cluster_what_was_predicted(options):
+    plan, task = planned("gpt", options)
+    assert seconds_on(task, plan) == pytest.approx(plan.predicted.step_seconds, rel=EXACT)
+
+
+def test_an_unknown_name_is_an_error_that_names_a_near_one():
+    plan, task = planned("mlp")
+    name = next(iter(plan.stages[0].parameter_plans))
+    with pytest.raises(PlanError, match=f"did you mean '{name}'"):
+        explain(task, plan, f"{name}s")
