@@ -111,7 +111,7 @@ class Run(ShardedRun):
             self._rank_zero = RankZero(timeout, replica.group)
         self._to_fuse = given.optimizers if job.compile is not None else ()
         with fused(self._to_fuse):
-            info = inspect_optimizer(given.optimizers)
+            info = inspect_optimizer(given.optimizers, module)
         step = capture(module, batch, batch_idx, job)
         if replica is not None and len(set(all_gather_object(step.parameter_digest))) > 1:
             raise RuntimeMismatchError(
