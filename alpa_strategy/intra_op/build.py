@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from itertools import product
+from typing import Any
 
 import numpy as np
-import torch
 
 from alpa_strategy.cluster.logical_mesh import LogicalMesh
 from alpa_strategy.cost.flops import is_plain_view, is_view
@@ -165,7 +165,7 @@ class OptionTables:
         self.only_whole = (self.whole,)
         self._ops: dict[OpCall, OpOptions] = {}
         self._repeated: dict[OpCall, OpOptions] = {}
-        self._parameters: dict[tuple[TensorMeta, int, torch.dtype, bool], ParameterOptions] = {}
+        self._parameters: dict[tuple[Any, ...], ParameterOptions] = {}
         # By the identity of options: each entry holds what it is found by.
         self._resident: dict[tuple, tuple[OpOptions, OpOptions]] = {}
         self._layouts: dict[tuple[int, bool, int], tuple[OpOptions, tuple[DualLayout, ...]]] = {}
@@ -233,6 +233,7 @@ class OptionTables:
             parameter_input.num_segments,
             step.dtypes_read[parameter_input.name],
             on_host,
+            self.optimizer.full_update(parameter_input.names),
         )
         if key not in self._parameters:
             self._parameters[key] = parameter_options(

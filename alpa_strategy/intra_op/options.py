@@ -17,9 +17,10 @@ from alpa_strategy.cluster.logical_mesh import LogicalMesh, MeshAxis
 from alpa_strategy.cost.flops import is_plain_view, is_view
 from alpa_strategy.cost.model import OpCosts
 from alpa_strategy.cost.saved_tensors import Saved
+from alpa_strategy.intra_op.owner_costs import full_update_cost
 from alpa_strategy.ir.graph import ParameterInput
 from alpa_strategy.ir.op import AxisStrategy, OpCall, TensorMeta
-from alpa_strategy.ir.optimizer_info import OptimizerInfo
+from alpa_strategy.ir.optimizer_info import FullUpdate, OptimizerInfo
 from alpa_strategy.ir.placement import DualLayout, value_layout
 from alpa_strategy.ir.plan import ParameterMode, ParameterPlan, Storage
 from alpa_strategy.options import BUCKET_BYTES
@@ -206,13 +207,16 @@ def parameter_options(
     meta = parameter.meta
     num_segments = parameter.num_segments
     modes_of_axes = [parameter_modes(meta, size, num_segments) for size in mesh.shape]
+    full_update = optimizer.full_update(parameter.names)
     plans = []
     option_costs = []
     for modes in product(*modes_of_axes):
         plan = ParameterPlan(modes, num_segments, on_host, optimizer.gradient_itemsize == 4)
         if _gives_all_a_shard(plan, meta, mesh.shape):
             plans.append(plan)
-            option_costs.append(_storage_cost(plan, meta, read, mesh, costs, optimizer, num_steps))
+            option_costs.append(
+                _storage_cost(plan, meta, read, mesh, costs, optimizer, num_steps, full_update)
+            )
 
     sources = tuple(plan.step_layout(meta.requires_grad) for plan in plans)
     # [field][option]
@@ -254,8 +258,11 @@ def _storage_cost(
     costs: OpCosts,
     optimizer: OptimizerInfo,
     num_steps: int,
+    full_update: FullUpdate | None,
 ) -> _StorageCost:
-    """Return the costs of storing a parameter as in `plan`. Args: as of `parameter_options`."""
+    """Return the costs of storing a parameter as in `plan`. Args: as of `parameter_options`, and
+    of `_update_cost`.
+    """
     origin = (0,) * len(mesh.shape)
     stored = meta.with_shape(plan.layout.local_shape(meta.shape, mesh.shape, origin))
     on_host = plan.on_host
@@ -268,10 +275,10 @@ def _storage_cost(
     if meta.requires_grad:
         scale = optimizer.gradient_scale(meta.dtype.itemsize)
         seconds += _step_collective_seconds(plan, meta, read, mesh, scale)
-        update = _update_seconds(stored, mesh, costs, optimizer, on_host)
+        update, num_stepped = _update_cost(plan, meta, stored, mesh, costs, optimizer, full_update)
         seconds += update
         gradient_bytes = int(scale * stored.num_bytes)
-        state_bytes = int(stored.num_elements * optimizer.state_bytes)
+        state_bytes = int(num_stepped * optimizer.state_bytes)
         if plan.is_gathered_once or (on_host and not plan.is_fetched):
             # The gathered copy, and its gradient before it is scattered.
             full = local_bytes(meta, plan.step_layout(True), mesh.shape)
@@ -318,6 +325,26 @@ def _step_collective_seconds(
         moved = int(num_bytes * (scale if kind in REDUCTIONS else 1))
         seconds += bucketed_seconds(mesh.axes[axis], kind, moved)
     return seconds
+
+
+def _update_cost(
+    plan: ParameterPlan,
+    meta: TensorMeta,
+    stored: TensorMeta,
+    mesh: LogicalMesh,
+    costs: OpCosts,
+    optimizer: OptimizerInfo,
+    full_update: FullUpdate | None,
+) -> tuple[float, float]:
+    """Return the seconds of a device's part of an update, and the elements whose state it has.
+
+    Args:
+        stored: a device's shard of the parameter `meta`.
+        full_update: of a parameter that the optimizer does not step element by element.
+    """
+    if full_update is not None:
+        return full_update_cost(full_update, plan, meta, mesh, costs, optimizer)
+    return _update_seconds(stored, mesh, costs, optimizer, plan.on_host), stored.num_elements
 
 
 def _update_seconds(

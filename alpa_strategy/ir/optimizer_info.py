@@ -2,7 +2,11 @@
 update of a parameter looks at.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+from functools import cached_property
+
+import torch
 
 
 @dataclass(frozen=True)
@@ -22,6 +26,19 @@ class Reads:
     def is_element_wise(self) -> bool:
         """Whether it may be sharded along any dim."""
         return len(self.free_dims) == self.num_dims
+
+
+@dataclass(frozen=True)
+class FullUpdate:
+    """The update of a parameter of which an optimizer needs more than the elements of a shard."""
+
+    reads: Reads
+
+    # Of its matrix products, for the full parameter; 0 if it has none.
+    flops: float
+
+    # Of these products.
+    dtype: torch.dtype
 
 
 @dataclass(frozen=True)
@@ -45,6 +62,8 @@ class OptimizerInfo:
     moved_bytes: float | None = None
     # temporary bytes per byte of gradient in a step of all parameters at once (`foreach` on GPUs)
     scratch: float = 0.0
+    # (name in the module, update) of each parameter that it cannot step element by element
+    full_updates: tuple[tuple[str, FullUpdate], ...] = ()
     # seconds of its Python in a step, without the bytes that it moves; 0 if they were not measured.
     # No plan depends on it, so no key may: keys hash the text (repr).
     step_seconds: float = field(default=0.0, compare=False, repr=False)
@@ -57,6 +76,17 @@ class OptimizerInfo:
         parameter at one device (`runtime/owner_step.py`).
         """
         return self.element_wise or self.parameter_wise
+
+    @cached_property
+    def _full_update_of(self) -> dict[str, FullUpdate]:
+        return dict(self.full_updates)
+
+    def full_update(self, names: Iterable[str]) -> FullUpdate | None:
+        """Return the update of a parameter with these names; None if it is element-wise."""
+        if not self.full_updates:
+            return None
+        updates = (self._full_update_of.get(name) for name in names)
+        return next((update for update in updates if update is not None), None)
 
     def update_bytes(self, itemsize: int) -> float:
         """Return the bytes that a step reads and writes per parameter element.

@@ -76,7 +76,7 @@ class SubmoduleRun(ShardedRun):
         seed = broadcast_object(torch.initial_seed()) + replica.index
         job = replace(job, replica=replica, options=replace(options, memory_limit=limit))
 
-        infos = [inspect_optimizer([optimizer]) for optimizer in given.optimizers]
+        infos = [inspect_optimizer([optimizer], module) for optimizer in given.optimizers]
         info = joint_info(infos)
         inputs = {each.name: each for each in parameter_inputs(module, trains=True)}
         plan = plan_eager([*inputs.values()], job.options, infos, job.step_devices, limit, why)

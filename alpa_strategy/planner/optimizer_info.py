@@ -14,20 +14,25 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from alpa_strategy.cost.saved_tensors import LiveStorages, tensors_in
 from alpa_strategy.errors import AlpaError
-from alpa_strategy.ir.optimizer_info import OptimizerInfo
+from alpa_strategy.ir.optimizer_info import FullUpdate, OptimizerInfo
 from alpa_strategy.planner.optimizer_reads import reads_of, rebuilt, trained
+from alpa_strategy.planner.optimizer_work import full_updates_of
 
 _SHAPE = (4, 6)
 
 
-def inspect_optimizer(configured: Optimizer | Sequence[Optimizer]) -> OptimizerInfo:
+def inspect_optimizer(
+    configured: Optimizer | Sequence[Optimizer], module: nn.Module | None = None
+) -> OptimizerInfo:
     """Find `OptimizerInfo` of the (single) optimizer that `configure_optimizers` gave, of any
     class, by experiment: with every kind of group that it has, and parameters of as many dims.
+
+    With a module, updates of its parameters that need full tensors are priced.
 
     Raises AlpaError for none or several. An optimizer that cannot be rebuilt from its settings, or
     needs a closure, counts as not element-wise: parameters then stay whole, which is always right.
@@ -41,9 +46,13 @@ def inspect_optimizer(configured: Optimizer | Sequence[Optimizer]) -> OptimizerI
     (optimizer,) = optimizers
     name = type(optimizer).__name__
     try:
-        reads = reads_of(optimizer).values()
-        element_wise = all(each.is_element_wise for each in reads)
-        parameter_wise = all(each.is_parameter_wise for each in reads)
+        reads = reads_of(optimizer)
+        element_wise = all(each.is_element_wise for each in reads.values())
+        parameter_wise = all(each.is_parameter_wise for each in reads.values())
+        full_updates: tuple[tuple[str, FullUpdate], ...] = ()
+        if module is not None and parameter_wise and not element_wise:
+            names = {parameter: name for name, parameter in module.named_parameters()}
+            full_updates = full_updates_of(optimizer, reads, names)
         state_bytes, moved, scratch = _per_element(optimizer)
         step_seconds, parameter_seconds = _python_seconds(optimizer)
         return OptimizerInfo(
@@ -53,6 +62,7 @@ def inspect_optimizer(configured: Optimizer | Sequence[Optimizer]) -> OptimizerI
             parameter_wise,
             moved_bytes=moved,
             scratch=scratch,
+            full_updates=full_updates,
             step_seconds=step_seconds,
             parameter_seconds=parameter_seconds,
         )
@@ -70,6 +80,7 @@ def joint_info(infos: Sequence[OptimizerInfo]) -> OptimizerInfo:
     largest = max(infos, key=lambda info: info.state_bytes, default=OptimizerInfo(state_bytes=0.0))
     return replace(
         largest,
+        full_updates=tuple(update for info in infos for update in info.full_updates),
         element_wise=all(info.element_wise for info in infos),
         parameter_wise=all(info.parameter_wise for info in infos),
     )
@@ -87,7 +98,7 @@ def optimizer_info_of(module: Any) -> OptimizerInfo:
     # case.
     except Exception:
         return OptimizerInfo()
-    return inspect_optimizer(optimizers)
+    return inspect_optimizer(optimizers, module)
 
 
 def _optimizers_in(configured: Any) -> list[Optimizer]:

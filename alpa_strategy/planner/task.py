@@ -75,7 +75,8 @@ class PlanTask:
             f" {optimizer.moved_bytes} {optimizer.scratch}"
         )
         if not optimizer.element_wise and optimizer.parameter_wise:
-            option_text += " owners"
+            flops = sum(update.flops for _, update in optimizer.full_updates)
+            option_text += f" owners {flops:g}"
         option_text += registered_rules(op.call.target for op in self.step.ops)
         return Fingerprint(
             graph=self.step.graph_digest,

@@ -1,0 +1,93 @@
+"""The work of an optimizer's update of full tensors: FLOPs of its matrix products (Newton-Schulz),
+counted while a small copy of each parameter is stepped.
+"""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
+
+from alpa_strategy.ir.optimizer_info import FullUpdate, Reads
+from alpa_strategy.ir.owners import matrix_work
+from alpa_strategy.planner.optimizer_reads import rebuilt
+
+# Rows or columns of the matrices that are stepped, whichever are fewer. FLOPs of larger ones of the
+# same proportions grow with the cube.
+_SMALL_SIDE = 32
+
+
+def full_updates_of(
+    optimizer: Optimizer, reads: Mapping[nn.Parameter, Reads], names: Mapping[nn.Parameter, str]
+) -> tuple[tuple[str, FullUpdate], ...]:
+    """Return (name, update) of each parameter that the optimizer needs in full, but for some dims.
+
+    Args:
+        optimizer: of the parameters, with their full shapes.
+        reads: what it looks at, by parameter.
+        names: in the module.
+    """
+    known: dict[tuple[Any, ...], FullUpdate] = {}
+    updates = []
+    for index, group in enumerate(optimizer.param_groups):
+        for parameter in group["params"]:
+            of_parameter = reads[parameter]
+            if of_parameter.is_element_wise or parameter not in names:
+                continue
+            key = index, parameter.shape, parameter.dtype, of_parameter
+            if key not in known:
+                known[key] = _measured(optimizer, group, parameter, of_parameter)
+            updates.append((names[parameter], known[key]))
+    return tuple(updates)
+
+
+def _measured(
+    optimizer: Optimizer, group: Mapping[str, Any], parameter: Tensor, reads: Reads
+) -> FullUpdate:
+    """Return the update of a parameter, measured on a small one of the same proportions."""
+    num_batch_dims = int(0 in reads.free_dims)
+    small = _small_shape(parameter.shape, num_batch_dims)
+    stepped = nn.Parameter(torch.ones(small, dtype=parameter.dtype))
+    stepped.grad = torch.randn(
+        small, generator=torch.Generator().manual_seed(0), dtype=torch.float64
+    ).to(parameter.dtype)
+    copied = rebuilt(optimizer, group, [stepped])
+    # The first step makes the state.
+    copied.step()
+    counter = FlopCounterMode(display=False)
+    dtypes = _ProductDtypes()
+    with counter, dtypes:
+        copied.step()
+    scale = matrix_work(parameter.shape, num_batch_dims) / matrix_work(small, num_batch_dims)
+    dtype = dtypes.last or parameter.dtype
+    return FullUpdate(reads, counter.get_total_flops() * scale, dtype)
+
+
+def _small_shape(shape: torch.Size, num_batch_dims: int) -> tuple[int, ...]:
+    """Return a shape of about the same proportions: one matrix whose first two dims are smaller."""
+    matrix = shape[num_batch_dims:]
+    if len(matrix) < 2:
+        return (1,) * num_batch_dims + tuple(min(size, _SMALL_SIDE) for size in matrix)
+    columns = math.prod(matrix[1:])
+    factor = max(1.0, min(matrix[0], columns) / _SMALL_SIDE)
+    first_two = [max(1, round(size / factor)) for size in matrix[:2]]
+    return (*(1,) * num_batch_dims, *first_two, *matrix[2:])
+
+
+class _ProductDtypes(TorchDispatchMode):
+    """Records the dtype of the last matrix product."""
+
+    last: torch.dtype | None = None
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func.overloadpacket in _PRODUCTS:
+            self.last = result.dtype
+        return result
+
+
+_PRODUCTS = {torch.ops.aten.mm, torch.ops.aten.bmm, torch.ops.aten.addmm, torch.ops.aten.baddbmm}
