@@ -3,7 +3,7 @@
     python scripts/page_pictures.py [FOLDER]
 
 Plans GPT 1.3 B on 8 V100 in two ways, asks why one weight is stored as it is, and writes
-page_top.png, page_parameter.png, page_timeline.png and page_diff.png.
+page_top.png, page_parameter.png, page_timeline.png, page_narrow.png and page_diff.png.
 """
 
 from __future__ import annotations
@@ -50,11 +50,11 @@ def main() -> None:
 
 def make_pages(folder: Path) -> None:
     """Write the pages of two plans, and of both side by side."""
-    pipeline, tensor = str(folder / "plan.json"), str(folder / "tensor.json")
+    pipeline, other = str(folder / "plan.json"), str(folder / "other.json")
     run([*PLAN, "-o", pipeline])
     run(["why", pipeline, NAME])
-    run([*PLAN, "plan.schedule=1F1B", "plan.num_stages=2", "-o", tensor])
-    run(["diff", pipeline, tensor, "--html", str(folder / "diff.html")])
+    run([*PLAN, "plan.schedule=1F1B", "plan.num_stages=2", "-o", other])
+    run(["diff", pipeline, other, "--html", str(folder / "diff.html")])
 
 
 def run(command: list[str]) -> None:
