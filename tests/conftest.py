@@ -51,7 +51,7 @@ NOT_QUICK = {
     "test_what_the_error_offers_can_be_had",
 }
 # Folders whose tests start processes of their own, or train under a Trainer.
-NOT_QUICK_FOLDERS = {"checkpoint", "conformance", "equality", "install", "strategy"}
+NOT_QUICK_FOLDERS = {"browser", "checkpoint", "conformance", "equality", "install", "strategy"}
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -6,7 +6,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rich.console import Console
+from rich.console import Console, RenderableType
 
 from alpa_strategy.cluster.spec import ClusterSpec
 from alpa_strategy.commands.recipe_task import (
@@ -18,7 +18,9 @@ from alpa_strategy.commands.recipe_task import (
 )
 from alpa_strategy.commands.writing import writing
 from alpa_strategy.display.console import make_console, plain
+from alpa_strategy.display.findings import findings_text
 from alpa_strategy.display.progress import Progress, peak_rss_bytes
+from alpa_strategy.display.summary import plan_summary
 from alpa_strategy.display.table import plan_table, plan_timing, tune_table
 from alpa_strategy.errors import AlpaError, OptionError, check_names
 from alpa_strategy.files import RECIPES, shipped_folder
@@ -49,6 +51,18 @@ def add_arguments(plan: argparse.ArgumentParser) -> None:
         metavar="CLUSTER",
         help="a YAML file, or a name in configs/clusters",
     )
+    _add_search_arguments(plan)
+    plan.add_argument("-o", "--output", metavar="PLAN.json", help="file to store the plan in")
+    plan.add_argument(
+        "-v",
+        "--verbose",
+        action="store_true",
+        help="print layouts, collectives and all notes, as `alpa show` does",
+    )
+    add_fit_arguments(plan)
+
+
+def _add_search_arguments(plan: argparse.ArgumentParser) -> None:
     plan.add_argument(
         "--search",
         metavar="NAME",
@@ -73,8 +87,6 @@ def add_arguments(plan: argparse.ArgumentParser) -> None:
         metavar="PLAN.json",
         help="a plan for other batches; parameters keep its devices and layouts",
     )
-    plan.add_argument("-o", "--output", metavar="PLAN.json", help="file to store the plan in")
-    add_fit_arguments(plan)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -126,8 +138,26 @@ def _plan_recipe(
 
     usable_bytes = plan_options(recipe).usable_bytes(cluster.device.memory_bytes)
     console.print(plan_table(plan, memory_limit=usable_bytes))
+    console.print(findings_text(plan))
     console.print(plan_timing(plan, peak_rss_bytes()))
     return plan, task
+
+
+def _summary(plan: Plan, task: "PlanTask", usable_bytes: float) -> RenderableType:
+    """Return the plan of a task on one screen."""
+    from alpa_strategy.cost.peak import seconds_at_peak
+    from alpa_strategy.microbatch.transform import num_samples
+
+    peak_of_one = seconds_at_peak(task.step, task.cluster.device)
+    peak_of_all = None
+    if peak_of_one is not None:
+        peak_of_all = peak_of_one / task.cluster.num_devices
+    return plan_summary(
+        plan,
+        memory_limit=usable_bytes,
+        num_samples=num_samples(task.step),
+        seconds_at_peak=peak_of_all,
+    )
 
 
 def _planned(

@@ -4,6 +4,7 @@ import argparse
 
 from alpa_strategy.commands.writing import writing
 from alpa_strategy.display.console import make_console, plain
+from alpa_strategy.display.findings import findings_text
 from alpa_strategy.display.table import plan_svg, plan_table
 from alpa_strategy.ir.plan import Plan
 from alpa_strategy.ir.plan_details import details_of_file
@@ -27,6 +28,7 @@ def run(arguments: argparse.Namespace) -> int:
     plan = Plan.load(arguments.plan)
     console = make_console()
     console.print(plan_table(plan))
+    console.print(findings_text(plan))
     if arguments.html is not None:
         path = arguments.html or str(page_path(arguments.plan))
         page = plan_page(plan, details_of_file(arguments.plan, plan))

@@ -14,11 +14,11 @@ from alpa_strategy.cluster.spec import ClusterSpec
 from alpa_strategy.commands.recipe_task import planned_recipe, split_overrides
 from alpa_strategy.display.console import make_console, plain
 from alpa_strategy.display.difference import change, difference_table, meshes_of, num_devices
+from alpa_strategy.display.findings import findings
 from alpa_strategy.display.progress import Progress
 from alpa_strategy.errors import OptionError, PlanError
 from alpa_strategy.ir.plan import Plan
 from alpa_strategy.ir.plan_details import Origin, details_of_file
-from alpa_strategy.page.findings import findings
 from alpa_strategy.recipe import KEYS, load_recipe
 from alpa_strategy.units import format_bytes, format_count, format_seconds
 

@@ -62,8 +62,8 @@ def plan_table(
     """
     sections: list[RenderableType] = []
     if plan.phases:
-        sections += [_phases(plan, memory_limit), Text()]
-    sections += [_headline(plan), _summary(plan, memory_limit, process_bytes)]
+        sections += [iteration_phases(plan, memory_limit), Text()]
+    sections += [headline(plan), _summary(plan, memory_limit, process_bytes)]
     if len(plan.stages) > 1:
         sections += [Text(), stage_overview(plan)]
     schedule = plan_timeline(plan, MAX_DRAWN)
@@ -79,11 +79,12 @@ def plan_table(
             sections += [Text(), _collectives(stage)]
 
     sections += [Text(), _legend(plan)]
-    sections += [_note(note) for note in plan.notes]
+    sections += [note_text(note) for note in plan.notes]
     return Group(*sections)
 
 
-def _note(note: str) -> Text:
+def note_text(note: str) -> Text:
+    """Return a note of a plan as a line."""
     return Text.assemble(("note  ", "yellow"), plain(note, keeps_lines=True))
 
 
@@ -140,7 +141,8 @@ def measured_line(prediction: Predicted, measured_seconds: float) -> Text:
     return text
 
 
-def _headline(plan: Plan) -> Text:
+def headline(plan: Plan) -> Text:
+    """Return devices, mesh or stages, and how close the plan is to the optimum."""
     count = max(stage.first_device + math.prod(stage.submesh) for stage in plan.stages)
     text = Text.assemble(("Alpa plan", "bold"), f"  {count} device{'s' * (count != 1)}")
     if plan.cluster_name:
@@ -165,13 +167,9 @@ def _summary(plan: Plan, memory_limit: float | None, process_bytes: int) -> Tabl
     line = Text.assemble((format_seconds(p.step_seconds), "bold"))
     # The seconds of an eager step are not known.
     if not plan.is_eager:
-        table.add_row("step", line.append("  ").append(_bar(parts)) if parts else line)
+        table.add_row("step", line.append("  ").append(seconds_bar(parts)) if parts else line)
     if parts:
-        words = []
-        for name, seconds in parts.items():
-            square = ("■ ", PART_STYLES[name])
-            words.append(Text.assemble(square, f"{name} {format_seconds(seconds)}"))
-        table.add_row("", Text("  ").join(words))
+        table.add_row("", seconds_legend(parts))
 
     memory = Text(format_bytes(p.peak_bytes) + " per device at the peak")
     if memory_limit and math.isfinite(memory_limit):
@@ -182,11 +180,11 @@ def _summary(plan: Plan, memory_limit: float | None, process_bytes: int) -> Tabl
         memory.append(f", {with_process} with the process itself", style="dim")
     table.add_row("memory", memory)
     if plan.baselines:
-        table.add_row("instead", _baselines(plan))
+        table.add_row("instead", baselines_text(plan))
     return table
 
 
-def _baselines(plan: Plan) -> Text:
+def baselines_text(plan: Plan) -> Text:
     """Return the named plans with their seconds, and the ratios of these to the plan's seconds."""
     step = plan.predicted.step_seconds
     lines = []
@@ -200,7 +198,16 @@ def _baselines(plan: Plan) -> Text:
     return Text(", ").join(lines)
 
 
-def _bar(parts: Mapping[str, float]) -> Text:
+def seconds_legend(parts: Mapping[str, float]) -> Text:
+    """Return the names, seconds and colours of the pieces of `seconds_bar`."""
+    words = []
+    for name, seconds in parts.items():
+        square = ("■ ", PART_STYLES[name])
+        words.append(Text.assemble(square, f"{name} {format_seconds(seconds)}"))
+    return Text("  ").join(words)
+
+
+def seconds_bar(parts: Mapping[str, float]) -> Text:
     """Return a bar with a piece for each of the named seconds."""
     # In units of the largest one no sum overflows, whatever numbers a file has.
     largest = max(parts.values())
@@ -218,7 +225,7 @@ def _bar(parts: Mapping[str, float]) -> Text:
     return bar
 
 
-def _phases(plan: Plan, memory_limit: float | None) -> RenderableType:
+def iteration_phases(plan: Plan, memory_limit: float | None) -> RenderableType:
     """Return a table with a row for each phase of the iteration, below their total seconds."""
     table = _plain_table("phase", "layout")
     _add_columns(table, (), ("times", "each", "if it stays", "moving", "together", "memory"))

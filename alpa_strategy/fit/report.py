@@ -10,13 +10,13 @@ from rich.text import Text
 
 from alpa_strategy.cluster.spec import ClusterSpec
 from alpa_strategy.display.console import plain
+from alpa_strategy.display.plan_words import plan_words
 from alpa_strategy.fit.request import FitRequest
 from alpa_strategy.fit.summary import (
     FRAGMENTATION,
     PARTS,
     memory_of_meshes,
     mfu,
-    plan_words,
 )
 from alpa_strategy.ir.plan import Plan
 from alpa_strategy.units import format_bytes, format_count, format_seconds

@@ -183,12 +183,23 @@ def transfer_messages(
                     num_bytes = round(reshard.share * meta.num_bytes)
                     if is_gathered and phase == "backward":
                         num_bytes = _gradient_bytes(intra, kind, num_bytes, meta)
-                    at = "step" if once and phase == "forward" else phase
+                    at = _phase(phase, once)
                     yield resharding, Message(kind, reshard.axis, at, num_bytes, is_gathered)
                     if phase == "forward":
                         for _ in range(more):
                             again = Message(kind, reshard.axis, "backward", num_bytes, is_gathered)
                             yield resharding, again
+
+
+def _phase(phase: str, once: bool) -> str:
+    """Return when a collective of an op runs.
+
+    Args:
+        phase: of the op's collective.
+        once: whether the op runs once per step.
+    """
+    runs_per_step = once and phase == "forward"
+    return "step" if runs_per_step else phase
 
 
 def op_messages(intra: IntraOp, assignment: Sequence[int]) -> Iterator[tuple[int, Message]]:
@@ -197,8 +208,7 @@ def op_messages(intra: IntraOp, assignment: Sequence[int]) -> Iterator[tuple[int
         once = i in intra.per_step.ops
         for axis, strategy in enumerate(options.strategies[assignment[len(intra.parameters) + i]]):
             for c in strategy.collectives:
-                phase = "step" if once and c.phase == "forward" else c.phase
-                yield i, Message(c.kind, axis, phase, c.num_bytes)
+                yield i, Message(c.kind, axis, _phase(c.phase, once), c.num_bytes)
 
 
 def parameter_messages(intra: IntraOp, assignment: Sequence[int]) -> Iterator[tuple[int, Message]]:

@@ -7,7 +7,7 @@ are in `ir/plan_file.py`, how parameters are stored in `ir/parameter_plan.py`.
 
 import hashlib
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
@@ -52,6 +52,9 @@ FORMAT_VERSION = 3
 
 # The `schedule` of a plan whose steps run eagerly. Plan files have this word.
 EAGER_SCHEDULE = "as written"
+
+# Attribute of a plan with its task.
+_EXPLAINED_BY = "_explained_by"
 
 # What a device's memory has at its peak. Weights include gathered copies and casts, gradients those
 # before they are scattered. Temporary are the largest op's workspace and gradients, prefetched
@@ -393,6 +396,37 @@ class Plan:
         replaced = {*self.step_notes, *step_notes}
         on_plan = [note for note in self.notes if note not in replaced]
         return replace(self, notes=(*step_notes, *on_plan), step_notes=step_notes)
+
+    def explain(self, name: str) -> Any:
+        """Return the next best layouts of a parameter or op, each with its seconds and bytes, and
+        what binds it (`ir/plan_details.Explanation`).
+
+        Args:
+            name: as the plan has it.
+
+        Raises:
+            PlanError: there is no such parameter or op, or the plan was read from a file, without
+                the step that it was made for.
+        """
+        answer = vars(self).get(_EXPLAINED_BY)
+        if answer is None:
+            raise PlanError(
+                "the step that this plan was made for is not known here",
+                "ask the plan that make_plan returned, or a stored one with `alpa why`",
+            )
+        return answer(self, name)
+
+    def explained_by(self, answer: Callable[["Plan", str], Any]) -> "Plan":
+        """Return this plan with a function of (plan, name) that `explain` calls.
+
+        It is no field: a plan that is stored, sent or changed has none.
+        """
+        plan = replace(self)
+        object.__setattr__(plan, _EXPLAINED_BY, answer)
+        return plan
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != _EXPLAINED_BY}
 
     def collectives(self) -> list[Collective]:
         """Return the collectives of all stages."""

@@ -380,7 +380,9 @@ def _plan_on_rank_zero(
 def _made(task: PlanTask, job: Job, pinned: Mapping[str, ParameterPlan] | None) -> Plan:
     """Return a new plan; on a measured cluster, ops are timed on this rank's device first."""
     if not task.cluster.measured or task.options.costs is not None:
-        return _chosen(task, job, pinned)
+        plan = _chosen(task, job, pinned)
+        _store_page(plan, task, job)
+        return plan
 
     from alpa_strategy.inter_op.pins import logical_shapes
 
@@ -395,7 +397,22 @@ def _made(task: PlanTask, job: Job, pinned: Mapping[str, ParameterPlan] | None) 
     costed = replace(task, costs=costs, stage_costs=partial(_measured_stage_costs, task, job))
     plan = _chosen(costed, job, pinned)
     with job.progress("time host"):
-        return add_host_seconds(plan, costed, job.device)
+        plan = add_host_seconds(plan, costed, job.device)
+    _store_page(plan, costed, job)
+    return plan
+
+
+def _store_page(plan: Plan, task: PlanTask, job: Job) -> None:
+    """Write the details and the page that belong beside the stored plan. A run needs neither."""
+    from alpa_strategy.page.stored import store_page
+
+    path = PlanStore(job.plan_folder).path(plan.fingerprint)
+    # The costs of a pipeline's ops would have to be measured once more.
+    is_measured = plan.is_pipelined and task.stage_costs is not None
+    try:
+        store_page(path, plan, None if is_measured else task)
+    except (OSError, AlpaError) as error:
+        job.progress.say(f"alpa: the plan's page cannot be written: {error}")
 
 
 def _chosen(task: PlanTask, job: Job, pinned: Mapping[str, ParameterPlan] | None) -> Plan:

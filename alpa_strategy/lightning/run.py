@@ -47,6 +47,7 @@ from alpa_strategy.lightning.planning import (
 from alpa_strategy.lightning.rank_consistency import MAX_SHAPES, StepConsensus
 from alpa_strategy.lightning.shape_key import keyed_leaves, shape_key
 from alpa_strategy.lightning.sharded_run import RunInputs, ShardedRun
+from alpa_strategy.microbatch.transform import num_samples
 from alpa_strategy.pipeline.step_programs import PlanRuntime, StepProgram
 from alpa_strategy.planner.optimizer_info import inspect_optimizer
 from alpa_strategy.planner.smaller_batch import batch_shapes, plan_on_smaller_batch
@@ -156,7 +157,7 @@ class Run(ShardedRun):
 
     def _rate_step(self, step: StepGraph) -> None:
         """Find what samples per second and MFU are made of."""
-        self.samples_per_step = _num_samples(step)
+        self.samples_per_step = num_samples(step)
         peak_of_one = seconds_at_peak(step, self._cluster.device)
         if peak_of_one is not None:
             self.seconds_at_peak = peak_of_one / self._cluster.num_devices
@@ -479,15 +480,6 @@ class Run(ShardedRun):
         if loop_seconds is None:
             return planned
         return with_host(planned, planned.host_seconds, loop_seconds, self._cluster.device)
-
-
-def _num_samples(step: StepGraph) -> int | None:
-    """Return the samples of a step's batch; None if its tensors have different numbers of them."""
-    sizes = set()
-    for leaf in step.batch:
-        if leaf.batch_dim == 0 and leaf.is_split:
-            sizes.add(leaf.meta.shape[0])
-    return sizes.pop() if len(sizes) == 1 else None
 
 
 def _equal_buffers(step: StepGraph) -> tuple[BufferInput, ...]:

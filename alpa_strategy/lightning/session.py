@@ -458,7 +458,7 @@ def _show_plan(run: "ShardedRun", job: Job, process_bytes: int = 0) -> None:
     if not job.progress.enabled:
         return
 
-    from alpa_strategy.display.table import plan_table
+    from alpa_strategy.display.summary import plan_summary
 
     if job.replica is not None:
         job.progress.say(
@@ -472,4 +472,11 @@ def _show_plan(run: "ShardedRun", job: Job, process_bytes: int = 0) -> None:
         )
     # A run that only records the calls of submodules has nothing to show.
     if job.submodules is None or run.plan.stages[0].strategies:
-        job.progress.say(plan_table(run.plan, process_bytes=process_bytes))
+        summary = plan_summary(
+            run.plan,
+            run.memory_limit,
+            process_bytes,
+            run.samples_per_step,
+            run.seconds_at_peak,
+        )
+        job.progress.say(summary)

@@ -92,9 +92,7 @@ class ShardedRun(ABC):
         values: Callable[[Tensor], Tensor],
         buffers: Sequence[BufferInput] = (),
     ) -> None:
-        module = given.module
-        optimizers = given.optimizers
-        job = given.job
+        module, optimizers, job = given.module, given.optimizers, given.job
         self.module = module
         self.optimizers = optimizers
         self.plan = plan
@@ -118,7 +116,9 @@ class ShardedRun(ABC):
         self.on_use: EagerFullyShard | None = None
         self._evaluates: EagerFullyShard | None = None
         self._evaluation = ExitStack()
-        self._optimizer_info, self._limit = optimizer_info, limit
+        self._optimizer_info = optimizer_info
+        # Bytes of a device that may be used.
+        self.memory_limit = limit
         # The last argument of `sync`.
         self.syncs = True
         self.metrics = MetricStates(job.replica)
@@ -388,9 +388,9 @@ class ShardedRun(ABC):
         return self._against("whole parameters and optimizer state", whole + state)
 
     def _against(self, what: str, needed: float) -> str | None:
-        if needed <= self._limit:
+        if needed <= self.memory_limit:
             return None
-        return f"{what} need {format_bytes(needed)} per device of {format_bytes(self._limit)}"
+        return f"{what} need {format_bytes(needed)} per device of {format_bytes(self.memory_limit)}"
 
     # Hooks of the Trainer, and the end of the run
 

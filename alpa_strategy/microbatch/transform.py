@@ -124,6 +124,17 @@ def num_split_samples(step: StepGraph) -> int:
     return math.gcd(*sizes)
 
 
+def num_samples(step: StepGraph) -> int | None:
+    """Return the samples of a step's batch, those of all ranks; None if its tensors have different
+    numbers of them.
+    """
+    sizes = set()
+    for leaf in step.batch:
+        if leaf.batch_dim == 0 and leaf.is_split:
+            sizes.add(leaf.meta.shape[0])
+    return sizes.pop() if len(sizes) == 1 else None
+
+
 def _check_divisible(step: StepGraph, num_microbatches: int, num_runs: int) -> None:
     """Raise PlanError unless each run of samples splits into `num_microbatches` equal chunks."""
     # Leaves may have multiples of the batch size: each must split into equal chunks.

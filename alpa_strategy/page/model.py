@@ -8,6 +8,7 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from alpa_strategy.display.findings import findings
 from alpa_strategy.display.table import equal_stages, mesh_text, proof_of, recomputes, step_parts
 from alpa_strategy.display.timeline import device_range
 from alpa_strategy.ir.plan import Collective, Plan, StagePlan, modes_text, stage_ranks
@@ -19,7 +20,6 @@ from alpa_strategy.ir.plan_details import (
     StageDetails,
     ValueDetails,
 )
-from alpa_strategy.page.findings import findings
 from alpa_strategy.page.schedule import drawn_schedule
 
 

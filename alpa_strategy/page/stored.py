@@ -26,9 +26,16 @@ def store_plan(path: str | Path, plan: Plan, task: PlanTask, origin: Origin | No
     return store_page(path, plan, task, origin)
 
 
-def store_page(path: str | Path, plan: Plan, task: PlanTask, origin: Origin | None = None) -> Path:
-    """Write the details and the page of a stored plan. Args and raises: as of `store_plan`."""
-    details = details_of(task, plan, origin)
+def store_page(
+    path: str | Path, plan: Plan, task: PlanTask | None, origin: Origin | None = None
+) -> Path:
+    """Write the details and the page of a stored plan. Raises: as of `store_plan`.
+
+    Args:
+        task: None: the page has the plan alone.
+        path, plan, origin: as of `store_plan`.
+    """
+    details = details_of(task, plan, origin) if task is not None else None
     if details is not None:
         details.save(details_path(path))
     with replacing(page_path(path), durable=False) as temporary:

@@ -8,6 +8,8 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
+
 from alpa_strategy.errors import PlanError
 from alpa_strategy.inter_op.stage_problem import (
     RematSpans,
@@ -28,6 +30,7 @@ from alpa_strategy.intra_op.decode import (
     working_bytes,
 )
 from alpa_strategy.intra_op.options import local_bytes
+from alpa_strategy.intra_op.problem import evaluate
 from alpa_strategy.ir.graph import StepGraph
 from alpa_strategy.ir.op import TensorMeta
 from alpa_strategy.ir.placement import DualLayout, dual_layout_to_str, value_layout
@@ -143,7 +146,26 @@ def _assignment(intra: IntraOp, stage: StagePlan) -> tuple[int, ...]:
         for value, boundary in boundaries.items():
             layout = of_value.get(value)
             assignment[boundary.choice] = _index(boundary.layouts, layout, f"value {value}")
+    _settle_others(intra, assignment)
     return tuple(assignment)
+
+
+def _settle_others(intra: IntraOp, assignment: list[int]) -> None:
+    """Give the choices that no plan has the layouts that cost least, such as that of the loss."""
+    boundaries = {of.choice for of in (*intra.received.values(), *intra.sent.values())}
+    problem = intra.problem
+    for index in range(len(intra.parameters) + len(intra.ops), len(problem.choices)):
+        if index in boundaries or len(problem.choices[index].cost) == 1:
+            continue
+        read = []
+        for transfer in problem.transfers:
+            if any(use.choice == index for use in transfer.uses):
+                read.append(transfer)
+        seconds = []
+        for strategy in range(len(problem.choices[index].cost)):
+            assignment[index] = strategy
+            seconds.append(evaluate(replace(problem, transfers=tuple(read)), assignment)[0])
+        assignment[index] = int(np.argmin(seconds))
 
 
 def _index(options: Sequence[object], option: object, name: str) -> int:

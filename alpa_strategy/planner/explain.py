@@ -4,6 +4,7 @@ Every other layout is pinned in turn, and its stage is solved once more by the p
 all other layouts follow it, and memory binds as it does in the plan.
 """
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -130,7 +131,7 @@ class _Question:
                 others.append(choice)
             elif _is_faster(choice, chosen):
                 reasons.append(_SIMPLER)
-        others.sort(key=lambda choice: (choice.seconds is None, choice.seconds or 0.0))
+        others.sort(key=_order)
         writer = _Reasons(self._plan, self._stage, chosen, others, forbidden)
         return Explanation(
             name=self._of.name,
@@ -304,6 +305,11 @@ class _Reasons:
         if refused:
             layouts = ", ".join(choice.layout for choice in refused[:3])
             yield f"Do not fit into memory: {layouts}: {refused[0].problem}."
+
+
+def _order(choice: LayoutChoice) -> float:
+    """Return the seconds of a choice to sort by; those that do not fit come last."""
+    return math.inf if choice.seconds is None else choice.seconds
 
 
 def _is_faster(choice: LayoutChoice, chosen: LayoutChoice) -> bool:

@@ -25,6 +25,7 @@ from alpa_strategy.ir.plan import ParameterPlan, Plan
 from alpa_strategy.microbatch.transform import microbatch
 from alpa_strategy.options import PlanOptions
 from alpa_strategy.partial_results import NOT_STORED, PartialResults
+from alpa_strategy.planner.explain import explain
 from alpa_strategy.planner.microbatch_search import microbatch_counts
 from alpa_strategy.planner.one_stage import hidden_seconds, plan_one_stage
 from alpa_strategy.planner.optimizer_info import optimizer_info_of
@@ -143,7 +144,8 @@ def plan_captured(
         find = partial(plan_around, running=around)
     plan = plan_iteration(captured.phases, task, find) if captured.phases else find(task)
     plan = plan.with_notes_of(task.step.notes)
-    return replace(plan, solver_seconds={"capture": captured.seconds, **plan.solver_seconds})
+    plan = replace(plan, solver_seconds={"capture": captured.seconds, **plan.solver_seconds})
+    return plan.explained_by(partial(explain, replace(task, results=NOT_STORED)))
 
 
 def choose_plan(task: PlanTask, pinned: Mapping[str, ParameterPlan] | None = None) -> Plan:

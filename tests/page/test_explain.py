@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import glob
+import pickle
 from dataclasses import replace
 
 import pytest
@@ -10,7 +11,7 @@ from page.test_details import PIPELINE, planned
 
 from alpa_strategy.errors import PlanError
 from alpa_strategy.inter_op.stage_solve import StageSolver
-from alpa_strategy.ir.plan import parse_modes
+from alpa_strategy.ir.plan import Plan, parse_modes
 from alpa_strategy.planner.explain import explain
 from alpa_strategy.planner.one_stage import plan_one_stage
 from alpa_strategy.planner.plan_stages import seconds_on, stage_job, stage_request
@@ -30,7 +31,7 @@ def test_other_layouts_cost_what_the_planner_finds_with_them_pinned(options):
     (stage,) = plan.stages
     for name in names_of(plan):
         answer = explain(task, plan, name)
-        for choice in [answer.chosen, *answer.choices]:
+        for choice in answer.choices:
             if "R" in choice.layout.split():
                 # To a user, `R` is any full copy.
                 continue
@@ -81,3 +82,13 @@ def test_an_unknown_name_is_an_error_that_names_a_near_one():
     name = next(iter(plan.stages[0].parameter_plans))
     with pytest.raises(PlanError, match=f"did you mean '{name}'"):
         explain(task, plan, f"{name}s")
+
+
+def test_a_plan_explains_itself_until_it_is_stored(tmp_path):
+    plan, task = planned("mlp")
+    name = next(iter(plan.stages[0].parameter_plans))
+    assert plan.explain(name) == explain(task, plan, name)
+    for other in (Plan.from_dict(plan.to_dict()), pickle.loads(pickle.dumps(plan))):
+        assert other == plan
+        with pytest.raises(PlanError, match="not known here"):
+            other.explain(name)

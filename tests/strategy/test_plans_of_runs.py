@@ -16,6 +16,9 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from alpa_strategy import AlpaStrategy
 from alpa_strategy.errors import AlpaError
+from alpa_strategy.ir.plan import Plan
+from alpa_strategy.ir.plan_details import details_of_file
+from alpa_strategy.page.page import models_of, page_path
 
 
 class Branching(MLP):
@@ -87,6 +90,10 @@ def test_a_plan_is_found_again_until_something_changes(pool, tmp_path: Path) -> 
     assert pool.run(2, run, "MLP", root, {}) == ["trained"] * 2
     first = plans(tmp_path)
     assert len(first) == 1
+    path = tmp_path / "plans" / next(iter(first))
+    (model,) = models_of(page_path(path).read_text())
+    assert model["detailed"]
+    assert details_of_file(path, Plan.load(path)) is not None
     assert pool.run(2, run, "MLP", root, {}) == ["trained"] * 2
     assert plans(tmp_path) == first
     assert pool.run(2, run, "MLP", root, {"parallel": "zero3"}) == ["trained"] * 2

@@ -35,11 +35,10 @@
   const joined = (nodes) => nodes.flatMap((node, index) => (index ? [", ", node] : [node]));
 
   function messages(plan, stage, list) {
-    return alpa.table(["collective", "axis", "when", "of", "#bytes", "#time"], list.map((m) => [
-      (m.count > 1 ? `${m.count} × ` : "") + m.kind.replace("_", "-"), `${m.axis}`,
-      `${PHASES[m.phase]}, ${PLACES[m.place]}`,
-      m.value ? el("span", {}, link(plan, stage, m.value), ` ${m.from} → ${m.to}`) : "",
-      alpa.bytes(m.bytes), alpa.seconds(m.seconds)]));
+    return alpa.table(["collective", "axis", "when", "#bytes", "#time"], list.map((m) => [
+      el("span", {}, (m.count > 1 ? `${m.count} × ` : "") + m.kind.replace("_", "-"),
+        m.value ? el("div", {}, "of ", link(plan, stage, m.value), ` ${m.from} → ${m.to}`) : ""), `${m.axis}`,
+      `${PHASES[m.phase]}, ${PLACES[m.place]}`, alpa.bytes(m.bytes), alpa.seconds(m.seconds)]));
   }
 
   function command(text) {
@@ -72,7 +71,7 @@
     const of = stage.parameters[selection.index];
     const nodes = [
       el("div", { class: "kicker" }, `parameter of ${alpa.stageName(plan, selection.stage)}`),
-      el("h2", {}, alpa.text(of.name)),
+      el("h2", { class: "mono" }, alpa.text(of.name)),
       alpa.facts([
         ["shape", `${alpa.shape(of.shape)}${of.dtype ? `, ${of.dtype}` : ""}, ${alpa.count(alpa.elements(of.shape))} elements`],
         of.local && ["on a device", `${alpa.shape(of.local)}, ${alpa.percent(alpa.elements(of.local) / Math.max(1, alpa.elements(of.shape)))} of it`],
@@ -98,7 +97,7 @@
     const of = stage.ops[selection.index];
     const nodes = [
       el("div", { class: "kicker" }, `op of ${alpa.stageName(plan, selection.stage)}`),
-      el("h2", {}, alpa.text(of.name))];
+      el("h2", { class: "mono" }, alpa.text(of.name))];
     if (of.source) nodes.push(el("code", { class: "source" }, alpa.text(of.source)));
     nodes.push(alpa.facts([
       of.target && ["call", el("span", { class: "mono" }, of.target)],
@@ -126,9 +125,10 @@
     return nodes;
   }
 
-  function memoryParts(stage, inFlight) {
-    const memory = stage.memory;
-    return alpa.MEMORY.map(([key, label]) => [key, label, key === "activations" ? memory[key] * inFlight : memory[key]]);
+  // At the peak, activations of the micro-batches in flight have what the other parts leave of it.
+  function memoryParts(stage) {
+    const rest = alpa.sum(alpa.MEMORY.map(([key]) => (key === "activations" ? 0 : stage.memory[key])));
+    return alpa.MEMORY.map(([key, label]) => [key, label, key === "activations" ? Math.max(0, stage.peak - rest) : stage.memory[key]]);
   }
 
   alpa.inFlight = function (plan, stage) {
@@ -157,7 +157,7 @@
       plan.timeline && ["in flight", `${inFlight} micro-batches at most`],
     ])];
     if (stage.memory) {
-      nodes.push(el("h3", {}, `Memory of a device at the peak: ${alpa.bytes(stage.peak)}`), ...alpa.stack(memoryParts(stage, inFlight), alpa.bytes));
+      nodes.push(el("h3", {}, `Memory of a device at the peak: ${alpa.bytes(stage.peak)}`), ...alpa.stack(memoryParts(stage), alpa.bytes));
     }
     if (stage.collectives.length) {
       const rows = [...stage.collectives].sort((a, b) => b[5] - a[5]).map(([kind, axis, phase, count, bytes, seconds]) =>

@@ -50,31 +50,38 @@
     return points;
   }
 
-  // Activations op by op, where few actions leave room for it.
+  // Activations and temporary bytes op by op, where few actions leave room for it.
   function grow(stage, put, alive, index, before, start, seconds, work) {
-    const times = alpa.sum(stage.ops.map((op) => op.forward || 0)) || 1;
-    const bytes = alpa.sum(stage.ops.map((op) => op.saved || 0)) || 1;
-    let time = 0;
-    let saved = 0;
-    for (const op of stage.ops) {
-      time += op.forward || 0;
-      saved += op.saved || 0;
-      alive.set(index, before + saved / bytes);
-      put(start + (seconds * time) / times, work);
-    }
+    byOp(stage.ops, "forward", (time, saved, op) => {
+      alive.set(index, before + saved);
+      put(start + seconds * time, { ...work, temporary: temporaryOf(stage, op) });
+    });
   }
 
   function shrink(stage, put, alive, index, before, start, seconds, work) {
-    const times = alpa.sum(stage.ops.map((op) => op.backward || 0)) || 1;
-    const bytes = alpa.sum(stage.ops.map((op) => op.saved || 0)) || 1;
+    byOp([...stage.ops].reverse(), "backward", (time, freed, op) => {
+      put(start + seconds * time, { ...work, temporary: temporaryOf(stage, op) });
+      alive.set(index, before - freed);
+    });
+  }
+
+  // Calls with the share of the time and of the saved bytes up to each op.
+  function byOp(ops, phase, put) {
+    const times = alpa.sum(ops.map((op) => op[phase])) || 1;
+    const bytes = alpa.sum(ops.map((op) => op.saved)) || 1;
     let time = 0;
-    let freed = 0;
-    for (const op of [...stage.ops].reverse()) {
-      time += op.backward || 0;
-      freed += op.saved || 0;
-      alive.set(index, before - freed / bytes);
-      put(start + (seconds * time) / times, work);
+    let saved = 0;
+    for (const op of ops) {
+      time += op[phase];
+      saved += op.saved;
+      put(time / times, saved / bytes, op);
     }
+  }
+
+  // The op's own, and what is gathered at the same time.
+  function temporaryOf(stage, op) {
+    if (stage.mostTemporary === undefined) stage.mostTemporary = Math.max(0, ...stage.ops.map((of) => of.temporary));
+    return op.temporary + Math.max(0, stage.memory.temporary - stage.mostTemporary);
   }
 
   alpa.memory = function (plan) {

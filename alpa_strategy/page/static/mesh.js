@@ -4,19 +4,25 @@
   const { el } = alpa;
 
   alpa.meshPanel = function (plan) {
-    const stageOf = new Map();
-    plan.stages.forEach((stage, index) => stage.devices.forEach((rank) => stageOf.has(rank) || stageOf.set(rank, index)));
-    const ranks = [...stageOf.keys()].sort((a, b) => a - b);
+    const stagesOf = new Map();
+    plan.stages.forEach((stage, index) => stage.devices.forEach((rank) => stagesOf.set(rank, [...(stagesOf.get(rank) || []), index])));
+    const ranks = [...stagesOf.keys()].sort((a, b) => a - b);
+    // Devices of several stages are striped.
+    const fill = (stages) => {
+      const colors = [...new Set(stages.map((stage) => alpa.groupColor(alpa.groupOf(plan, stage))))];
+      if (colors.length === 1) return colors[0];
+      const stops = colors.map((color, index) => `${color} ${(100 * index) / colors.length}% ${(100 * (index + 1)) / colors.length}%`);
+      return `linear-gradient(135deg, ${stops.join(", ")})`;
+    };
     const buttons = new Map();
     const make = (rank) => {
-      const stage = stageOf.get(rank);
-      const group = alpa.groupOf(plan, stage);
+      const stages = stagesOf.get(rank);
       const button = el("button", {
         class: "device", type: "button", tabindex: "-1", "data-rank": rank,
-        style: `background:${alpa.groupColor(group)}`,
-        "aria-label": `device ${rank}, stage ${stage}`,
+        style: `background:${fill(stages)}`,
+        "aria-label": `device ${rank}, stage ${stages.join(", ")}`,
         onclick: () => alpa.select({ kind: "device", device: rank }),
-        onpointermove: (event) => alpa.tip(event, [`device ${rank}`, alpa.stageName(plan, stage)]),
+        onpointermove: (event) => alpa.tip(event, [`device ${rank}`, ...stages.slice(0, 4).map((stage) => alpa.stageName(plan, stage))]),
         onpointerleave: () => alpa.tip(null, null),
       }, `${rank}`);
       buttons.set(rank, button);

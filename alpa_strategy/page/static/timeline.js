@@ -111,7 +111,7 @@
       const context = canvas.getContext("2d");
       context.setTransform(ratio, 0, 0, ratio, 0, 0);
       const color = {};
-      for (const name of ["card", "ink", "soft", "line", "wash", "forward", "backward", "message", "update", "gradients", "gathered", "waiting"]) color[name] = alpa.color(name);
+      for (const name of ["card", "ink", "soft", "line", "wash", "forward", "backward", "message", "update", "gradients", "gathered", "waiting", "on-action", "shade"]) color[name] = alpa.color(name);
       context.fillStyle = color.card;
       context.fillRect(0, 0, width, height);
       const x = scale();
@@ -178,12 +178,12 @@
         context.fillRect(left, top, Math.max(0.7, right - left - gap), box);
         const second = step.stages[mesh].indexOf(stage) % 2;
         if (second) {
-          context.fillStyle = "rgba(255,255,255,0.28)";
+          context.fillStyle = color.shade;
           context.fillRect(left, top, Math.max(0.7, right - left - gap), box);
         }
         if (right - left > OPEN_WIDTH) drawInside(context, plan, action, left, right, top, color);
         else if (right - left > 16 && box > 12) {
-          context.fillStyle = "#fff";
+          context.fillStyle = color["on-action"];
           context.font = "600 11px system-ui, sans-serif";
           context.textAlign = "center";
           if (kind !== "U") context.fillText(`${microbatch}`, (Math.max(left, LABELS) + right) / 2, top + box / 2);
@@ -205,7 +205,7 @@
       if (!pieces.length) return;
       context.fillStyle = color.card;
       context.fillRect(left, top + 14, right - left - 1, box - 14);
-      context.fillStyle = "#fff";
+      context.fillStyle = color["on-action"];
       context.font = "600 11px system-ui, sans-serif";
       context.textAlign = "left";
       const title = action[0] === "U" ? "once per step" : `${alpa.ACTIONS[action[0]][1]} ${action[2]}`;
@@ -217,7 +217,7 @@
         context.fillStyle = color[piece.color];
         context.fillRect(from, top + 15, Math.max(0.5, to - from - (to - from > 4 ? 1 : 0)), box - 15);
         if (to - from > 34 && box - 15 > 11) {
-          context.fillStyle = "#fff";
+          context.fillStyle = color["on-action"];
           context.font = "11px system-ui, sans-serif";
           context.fillText(clipped(context, alpa.text(piece.name), to - from - 6), from + 3, top + 15 + (box - 15) / 2);
         }

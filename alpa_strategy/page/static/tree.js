@@ -193,7 +193,7 @@
       if (list.firstChild && list.firstChild.tabIndex === -1) list.firstChild.tabIndex = 0;
     };
     show(groups);
-    if (plan.groups.length === 1 || plan.stages.length <= 4) groups[0].toggle(true);
+    groups[0].toggle(true);
     list.addEventListener("keydown", (event) => keys(event, list));
 
     const search = el("input", { type: "search", placeholder: "Find a parameter, op or module", "aria-label": "find a parameter, op or module" });

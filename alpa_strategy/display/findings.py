@@ -1,5 +1,8 @@
 """What limits a plan's step, in sentences with numbers: the page's and the terminal's."""
 
+from rich.text import Text
+
+from alpa_strategy.display.console import plain
 from alpa_strategy.display.table import step_parts
 from alpa_strategy.ir.plan import Collective, Plan
 from alpa_strategy.units import format_bytes, format_seconds
@@ -21,6 +24,12 @@ _WORDS = {
 def findings(plan: Plan) -> list[str]:
     """Return what takes a step's time, the largest part first, and which boundaries are slow."""
     return [*_parts(plan), *_slow_boundaries(plan), *_imbalance(plan)]
+
+
+def findings_text(plan: Plan) -> Text:
+    """Return the findings as lines for a terminal; empty if there are none."""
+    lines = [Text.assemble(("limit  ", "yellow"), plain(line)) for line in findings(plan)]
+    return Text("\n").join(lines)
 
 
 def _parts(plan: Plan) -> list[str]:

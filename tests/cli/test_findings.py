@@ -1,0 +1,56 @@
+"""What limits a plan is said in sentences, with the plan's numbers."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from cli.test_timeline import staged
+
+from alpa_strategy.display.findings import findings, findings_text
+from alpa_strategy.ir.plan import Collective, Predicted
+
+
+def with_step(plan, **seconds):
+    predicted = Predicted(
+        sum(seconds.values()), 0, **{f"{k}_seconds": v for k, v in seconds.items()}
+    )
+    return replace(plan, predicted=predicted)
+
+
+def test_the_largest_part_comes_first_and_small_ones_are_left_out():
+    plan = with_step(staged("GPipe"), compute=1.0, communication=2.0, optimizer=0.01)
+    lines = findings(plan)
+    assert lines[0].startswith("Communication takes 66% of the step (2.00 s).")
+    assert lines[1].startswith("Computation takes 33%")
+    assert not any("optimizer" in line for line in lines)
+
+
+def test_the_largest_collective_is_named():
+    plan = staged("GPipe")
+    collective = Collective("all_to_all", 0, "forward", 4, 2**30, 1.5)
+    first = replace(plan.stages[0], collectives=(collective,))
+    plan = replace(plan, stages=(first, *plan.stages[1:]))
+    lines = findings(with_step(plan, compute=1.0, communication=2.0))
+    assert "all_to_all on mesh axis 0 of stage 0, in the forward: 1.00 GiB in 1.50 s" in lines[0]
+
+
+def test_a_slow_boundary_is_said_and_a_fast_one_is_not():
+    plan = staged("GPipe")
+    seconds = plan.stages[0].forward_seconds
+    slow = replace(plan.stages[0], boundary_seconds=4 * seconds)
+    lines = findings(replace(plan, stages=(slow, *plan.stages[1:])))
+    (said,) = [line for line in lines if "this boundary is slow" in line]
+    assert "from stage 0 to 1" in said
+    fast = replace(plan.stages[0], boundary_seconds=seconds / 10)
+    lines = findings(replace(plan, stages=(fast, *plan.stages[1:])))
+    assert not any("boundary" in line for line in lines)
+
+
+def test_the_slowest_stage_is_named_if_it_is_slower_than_the_mean():
+    plan = staged("GPipe")
+    last = plan.stages[-1]
+    slow = replace(last, backward_seconds=3 * last.backward_seconds)
+    lines = findings(replace(plan, stages=(*plan.stages[:-1], slow)))
+    assert any(line.startswith(f"Stage {len(plan.stages) - 1} is the slowest") for line in lines)
+    assert not any("slowest" in line for line in findings(plan))
+    assert findings_text(plan).plain.count("limit") == len(findings(plan))
