@@ -10,12 +10,21 @@ from rich.console import RenderableType
 from alpa_strategy.cluster.spec import ClusterSpec
 from alpa_strategy.display.console import make_console
 from alpa_strategy.display.progress import Progress
-from alpa_strategy.errors import OptionError
+from alpa_strategy.errors import OptionError, PlanError
+from alpa_strategy.fit.changes import MAX_CHANGES, FitCase, nearest_changes, plan_case
+from alpa_strategy.fit.flags import flags_table
 from alpa_strategy.fit.optimizers import OPTIMIZERS
-from alpa_strategy.fit.report import headline, memory_table, report, verdict
+from alpa_strategy.fit.report import (
+    changes_table,
+    does_not_fit,
+    headline,
+    memory_table,
+    report,
+    verdict,
+)
 from alpa_strategy.fit.request import PRECISIONS, PREFIX, FitRequest
-from alpa_strategy.fit.search import search_regular
 from alpa_strategy.fit.summary import model_flops
+from alpa_strategy.fit.sweep import best_point, read_sweep, sweep, sweep_table, write_picture
 from alpa_strategy.fit.task import captured
 from alpa_strategy.ir.plan import Plan
 from alpa_strategy.options import PlanOptions
@@ -38,6 +47,11 @@ def add_fit_arguments(plan: argparse.ArgumentParser) -> None:
     flags.add_argument(
         "--precision", default="bf16-mixed", metavar="P", help=f"one of {', '.join(PRECISIONS)}"
     )
+    flags.add_argument(
+        "--changes", type=int, default=MAX_CHANGES, metavar="N", help="nearest changes to plan (3)"
+    )
+    flags.add_argument("--sweep", metavar="devices=8,16", help="plan several numbers of devices")
+    flags.add_argument("--picture", metavar="OUT.svg", help="with --sweep: write a picture")
 
 
 def is_by_name(recipe: str) -> bool:
@@ -60,16 +74,38 @@ def plan_by_name(
     request = fit_request(arguments, cluster)
     options = read_options(overrides)
     progress = Progress()
-    task = captured(request, cluster.num_devices, progress)
-    plan_task = task.plan_task(cluster, options, progress)
-    plan = search_regular(plan_task)
-    usable_bytes = plan_task.memory_limit
+    console = make_console()
+    case = FitCase(captured(request, cluster.num_devices, progress), cluster, options)
+    task = case.task
+    top = headline(task.request, cluster, task.num_parameters, task.num_trained)
+    if arguments.sweep:
+        sizes = read_sweep(arguments.sweep, cluster)
+        points = sweep(case, sizes, progress)
+        console.print(report([top, sweep_table(points)]))
+        if arguments.picture:
+            write_picture(arguments.picture, points)
+        return best_point(points)
+
+    plan: Plan | None = None
+    reason: PlanError | None = None
+    try:
+        plan = plan_case(case, progress)
+    except PlanError as error:
+        reason = error
+    changes = nearest_changes(case, plan, progress, arguments.changes)
+    if plan is None:
+        assert reason is not None
+        console.print(report([top, does_not_fit(reason), changes_table(changes, case, None)]))
+        raise reason
+    usable_bytes = options.usable_bytes(cluster.device.memory_bytes)
     sections: list[RenderableType] = [
-        headline(task.request, cluster, task.num_parameters, task.num_trained),
+        top,
         verdict(plan, task.request, cluster, model_flops(task.step)),
         memory_table(plan, cluster, usable_bytes),
+        changes_table(changes, case, plan),
+        flags_table(plan, task.request),
     ]
-    make_console().print(report(sections))
+    console.print(report(sections))
     return plan
 
 
