@@ -5,14 +5,13 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from omegaconf import OmegaConf
-from rich.console import RenderableType
 
 from alpa_strategy.cluster.spec import ClusterSpec
 from alpa_strategy.display.console import make_console
 from alpa_strategy.display.progress import Progress
 from alpa_strategy.errors import OptionError
 from alpa_strategy.fit.optimizers import OPTIMIZERS
-from alpa_strategy.fit.request import PRECISIONS, PREFIX, FitRequest
+from alpa_strategy.fit.request import MAX_CHANGES, PRECISIONS, PREFIX, FitRequest
 from alpa_strategy.ir.plan import Plan
 from alpa_strategy.options import PlanOptions
 
@@ -37,6 +36,11 @@ def add_fit_arguments(plan: argparse.ArgumentParser) -> None:
     flags.add_argument(
         "--precision", default="bf16-mixed", metavar="P", help=f"one of {', '.join(PRECISIONS)}"
     )
+    flags.add_argument(
+        "--changes", type=int, default=MAX_CHANGES, metavar="N", help="nearest changes to plan (3)"
+    )
+    flags.add_argument("--sweep", metavar="devices=8,16", help="plan several numbers of devices")
+    flags.add_argument("--picture", metavar="OUT.svg", help="with --sweep: write a picture")
 
 
 def is_by_name(recipe: str) -> bool:
@@ -56,25 +60,18 @@ def plan_by_name(
     Raises:
         AlpaError: the request is wrong, the step cannot be captured, or nothing fits.
     """
-    from alpa_strategy.fit.report import headline, memory_table, report, verdict
-    from alpa_strategy.fit.search import search_regular
-    from alpa_strategy.fit.summary import model_flops
+    from alpa_strategy.fit.answer import answer_fit, answer_sweep
+    from alpa_strategy.fit.changes import FitCase
     from alpa_strategy.fit.task import captured
 
     request = fit_request(arguments, cluster)
     options = read_options(overrides)
     progress = Progress()
-    task = captured(request, cluster.num_devices, progress)
-    plan_task = task.plan_task(cluster, options, progress)
-    plan = search_regular(plan_task)
-    usable_bytes = plan_task.memory_limit
-    sections: list[RenderableType] = [
-        headline(task.request, cluster, task.num_parameters, task.num_trained),
-        verdict(plan, task.request, cluster, model_flops(task.step)),
-        memory_table(plan, cluster, usable_bytes),
-    ]
-    make_console().print(report(sections))
-    return plan, plan_task
+    console = make_console()
+    case = FitCase(captured(request, cluster.num_devices, progress), cluster, options)
+    if arguments.sweep:
+        return answer_sweep(case, arguments.sweep, arguments.picture, progress, console)
+    return answer_fit(case, arguments.changes, progress, console)
 
 
 def fit_request(arguments: argparse.Namespace, cluster: ClusterSpec) -> FitRequest:

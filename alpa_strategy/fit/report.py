@@ -11,6 +11,8 @@ from rich.text import Text
 from alpa_strategy.cluster.spec import ClusterSpec
 from alpa_strategy.display.console import plain
 from alpa_strategy.display.plan_words import plan_words
+from alpa_strategy.errors import PlanError
+from alpa_strategy.fit.changes import FitCase, PlannedChange, change_line
 from alpa_strategy.fit.request import FitRequest
 from alpa_strategy.fit.summary import (
     FRAGMENTATION,
@@ -20,6 +22,9 @@ from alpa_strategy.fit.summary import (
 )
 from alpa_strategy.ir.plan import Plan
 from alpa_strategy.units import format_bytes, format_count, format_seconds
+
+# Parts of memory whose names are too long for a screen of 80 columns.
+_HEADINGS = {FRAGMENTATION: "fragments", "gradients": "grads"}
 
 # Rows of the table of memory, for a screen of 40 lines.
 _MAX_ROWS = 8
@@ -61,7 +66,7 @@ def memory_table(plan: Plan, cluster: ClusterSpec, usable_bytes: float) -> Table
     table = Table(box=None, padding=(0, 1), show_edge=False)
     table.add_column("stage", style="dim")
     for part in PARTS:
-        table.add_column(part.replace(FRAGMENTATION, "fragments"), justify="right")
+        table.add_column(_HEADINGS.get(part, part), justify="right", no_wrap=True)
     table.add_column("sum", justify="right")
     rows = list(memory_of_meshes(plan, cluster, usable_bytes).items())
     groups = [list(members) for _, members in groupby(rows, key=lambda row: _rounded(row[1]))]
@@ -96,3 +101,29 @@ def report(sections: list[RenderableType]) -> Group:
             spaced.append(plain(""))
         spaced.append(section)
     return Group(*spaced)
+
+
+def does_not_fit(error: PlanError) -> Table:
+    """Return the line fits, with the least memory that any configuration needs."""
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="dim", no_wrap=True)
+    table.add_column()
+    reason = error.problem.strip().splitlines()[-1].strip()
+    table.add_row("fits", Text.assemble(("no", "bold red"), f"  {reason}"))
+    return table
+
+
+def changes_table(
+    changes: Sequence[PlannedChange], case: FitCase, plan: Plan | None
+) -> RenderableType:
+    """Return a table of the nearest changes."""
+    aim = "make it fit" if plan is None else "make it 10 % faster"
+    if not changes:
+        return plain(f"none of the changes that were planned would {aim}", "dim")
+    table = Table(box=None, padding=(0, 1), show_edge=False, show_header=False)
+    table.add_column(no_wrap=True)
+    table.add_column()
+    for planned in changes:
+        flags, text = change_line(planned, case, plan)
+        table.add_row(Text(flags, style="bold"), text)
+    return Group(plain(f"changes that {aim}, each one planned:", "dim"), table)

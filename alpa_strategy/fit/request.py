@@ -12,6 +12,9 @@ from alpa_strategy.hf.libraries import library
 # Before the path or name of a model, in place of a recipe.
 PREFIX = "hf:"
 
+# Nearest changes that are planned for an answer.
+MAX_CHANGES = 3
+
 # Dtypes of (parameters, what matmuls compute in), by the Trainer's name of the precision.
 PRECISIONS = {
     "32-true": ("float32", "float32"),

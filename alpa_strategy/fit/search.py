@@ -9,12 +9,12 @@ more (stages and meshes of any size, other schedules, host memory) and takes min
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, pairwise
 
-from alpa_strategy.errors import PlanError
+from alpa_strategy.errors import DoesNotFitError, PlanError
 from alpa_strategy.inter_op.mesh_options import allowed_shapes
 from alpa_strategy.inter_op.pins import layers_of
 from alpa_strategy.inter_op.simulation import runtime_seconds, simulated_seconds
@@ -30,6 +30,7 @@ from alpa_strategy.planner.microbatch_search import microbatch_counts
 from alpa_strategy.planner.task import PlanTask
 from alpa_strategy.schedules import in_flight, refusal
 from alpa_strategy.sharding.cross_mesh import boundary_link
+from alpa_strategy.units import format_bytes
 
 # The order of work of several stages.
 SCHEDULE = "1F1B"
@@ -37,9 +38,9 @@ SCHEDULE = "1F1B"
 # Sequences of a micro-batch on each device that computes sequences of its own.
 _SEQUENCES_OF_A_DEVICE = (1, 4)
 
-# Configurations that are estimated, and that are solved exactly.
-_MAX_ESTIMATED = 24
-_MAX_SOLVED = 4
+# Configurations that may fit by their least memory and are estimated; and that are solved exactly.
+_MAX_ESTIMATED = 8
+_MAX_SOLVED = 2
 
 # Most seconds of one integer program.
 _SOLVER_SECONDS = 2.0
@@ -58,6 +59,9 @@ class Configuration:
     # Of each stage.
     logical_mesh: tuple[int, ...]
     remat: bool
+
+    # Of a named plan, one per mesh axis; (): layouts are solved.
+    names: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -107,6 +111,7 @@ class RegularSearch:
         self.failures: list[tuple[str, PlanError]] = []
         # By number of micro-batches; None: the step cannot be split so.
         self._solvers: dict[int, StageSolver | None] = {}
+        self._named_solvers: dict[Hashable, StageSolver] = {}
 
     def estimates(self) -> list[Estimate]:
         """Return the configurations that seem to fit, the fastest first."""
@@ -116,14 +121,15 @@ class RegularSearch:
         for bound, configuration in self._candidates():
             if num_estimated >= _MAX_ESTIMATED or bound >= best_seconds:
                 break
-            num_estimated += 1
             try:
-                seconds = self._estimated_seconds(configuration)
+                if self._least_bytes_of_stage(configuration) <= self.task.memory_limit:
+                    num_estimated += 1
+                estimate = self._estimate(configuration)
             except PlanError as error:
                 self.failures.append((_label(configuration), error))
                 continue
-            best_seconds = min(best_seconds, seconds)
-            estimates.append(Estimate(seconds, configuration))
+            best_seconds = min(best_seconds, estimate.seconds)
+            estimates.append(estimate)
         return sorted(estimates, key=lambda estimate: estimate.seconds)
 
     def plan(self, configuration: Configuration) -> Plan:
@@ -132,8 +138,7 @@ class RegularSearch:
         Raises:
             PlanError: a stage does not fit.
         """
-        solver = self._solver(configuration.num_microbatches)
-        assert solver is not None
+        solver = self._named(configuration)
         job = solver.job
         submesh = self._submesh(configuration.num_stages)
         num_devices = math.prod(submesh)
@@ -144,7 +149,12 @@ class RegularSearch:
         bounds = self._stage_bounds(configuration)
         for index, (first, last) in enumerate(pairwise(bounds)):
             request = self._request(job, first, last, configuration, alive[index])
-            solved.append(solver.solve(request))
+            stage = solver.fastest(request)
+            if stage.plan.predicted.peak_bytes > self.task.memory_limit:
+                needed = format_bytes(stage.plan.predicted.peak_bytes)
+                limit = format_bytes(self.task.memory_limit)
+                raise DoesNotFitError(f"stage {index} needs {needed} of {limit}")
+            solved.append(stage)
             first_devices.append(index * num_devices)
             is_last = index == configuration.num_stages - 1
             wires.append(0.0 if is_last else self._wire_seconds(job, last, submesh, index))
@@ -163,8 +173,27 @@ class RegularSearch:
             bubble = (count + num_stages - 1) / count
             # A recomputed forward is a third more.
             more = 4 / 3 if configuration.remat else 1.0
-            candidates.append((self._ideal_seconds * bubble * more, configuration))
+            seconds = self._ideal_seconds * bubble * more + self._gather_seconds(configuration)
+            candidates.append((seconds, configuration))
         return sorted(candidates, key=lambda candidate: candidate[0])
+
+    def _gather_seconds(self, configuration: Configuration) -> float:
+        """Return the seconds of gathering parameters (ZeRO-3) that nothing hides; 0 if parameters
+        and gradients fit without.
+        """
+        num_bytes = 0.0
+        for parameter in self.task.step.parameters:
+            num_bytes += parameter.meta.num_bytes
+        shape = configuration.logical_mesh
+        num_shards = configuration.num_stages * math.prod(shape[1:])
+        if 2 * num_bytes / num_shards <= self.task.memory_limit or shape[0] == 1:
+            return 0.0
+        cluster = self.task.cluster
+        mesh = cluster.logical_mesh(shape, self._submesh(configuration.num_stages))
+        # In half precision: for the forward, for the backward, and gradients back.
+        gathered = num_bytes / 2 / num_shards
+        seconds = 3 * mesh.axes[0].seconds("all_gather", gathered)
+        return configuration.num_microbatches * (1 - cluster.overlap) * seconds
 
     def _configurations(self) -> Iterator[Configuration]:
         options = self.task.options
@@ -222,30 +251,55 @@ class RegularSearch:
 
     # --- Estimates
 
-    def _estimated_seconds(self, configuration: Configuration) -> float:
+    def _estimate(self, configuration: Configuration) -> Estimate:
         """Return the seconds of a step if every stage had as many middle layers.
 
+        The fastest layouts are tried first, then ZeRO and tensor parallelism by name.
+
         Raises:
-            PlanError: the middle layer does not fit into its share of a device's memory.
+            PlanError: no layouts of the middle layer fit into its share of a device's memory.
         """
-        count = configuration.num_microbatches
-        solver = self._solver(count)
-        if solver is None:
-            raise PlanError(f"the step cannot be split into {count} micro-batches")
-        job = solver.job
         share = self._layer_share(configuration.num_stages)
+        least_bytes = self._least_bytes_of_stage(configuration)
         alive = self._alive(configuration)[0]
+        if least_bytes <= self.task.memory_limit:
+            least_bytes = math.inf
+            for names in ((), *self._names(configuration.logical_mesh)):
+                named = replace(configuration, names=names)
+                cost = self._middle(named, self._submesh(named.num_stages)).cost
+                num_bytes = _stage_bytes(cost, alive, named.remat, share)
+                if num_bytes <= self.task.memory_limit:
+                    return Estimate(self._step_seconds(named, cost, share), named)
+                least_bytes = min(least_bytes, num_bytes)
+        needed = format_bytes(least_bytes)
+        limit = format_bytes(self.task.memory_limit)
+        raise DoesNotFitError(f"a device needs about {needed} of {limit}")
+
+    def _middle(self, configuration: Configuration, submesh: tuple[int, int]) -> SolvedStage:
+        """Return the middle layer alone, in the fastest layouts that the configuration allows."""
+        solver = self._named(configuration)
+        job = solver.job
         middle = job.num_layers // 2
+        alive = self._alive(configuration)[0]
         request = self._request(job, middle, middle + 1, configuration, alive)
-        cost = solver.solve(request).cost
-        # Temporary memory is not shared by layers, as they use it in turn.
-        temporary = max(cost.working, cost.again[0] if configuration.remat else 0.0)
-        layer_bytes = cost.num_bytes(alive, configuration.remat) - temporary
-        left = self.task.memory_limit - temporary
-        if layer_bytes > share * left:
-            limit = share * left + temporary
-            cost = self._within(solver, limit).solve(request).cost
-        return self._step_seconds(configuration, cost, share)
+        return solver.fastest(replace(request, submesh=submesh))
+
+    def _least_bytes_of_stage(self, configuration: Configuration) -> float:
+        """Return the bytes of a stage of middle layers if its devices shared them evenly."""
+        alone = replace(configuration, logical_mesh=(1,), names=())
+        cost = self._middle(alone, (1, 1)).cost
+        alive = self._alive(configuration)[0]
+        remat = configuration.remat
+        in_use = cost.always + (cost.kept if remat else cost.saved) * alive
+        num_devices = math.prod(self._submesh(configuration.num_stages))
+        return in_use / num_devices / self._layer_share(configuration.num_stages)
+
+    def _names(self, shape: tuple[int, ...]) -> list[tuple[str, ...]]:
+        """Return named plans that need less memory than the fastest one, an entry per mesh axis."""
+        if self.task.options.parallel != "auto" or self.task.options.placements:
+            return []
+        more = ("tensor",) * (len(shape) - 1)
+        return [(name, *more) for name in ("zero2", "zero3")]
 
     def _step_seconds(self, configuration: Configuration, cost: StageCost, share: float) -> float:
         """Return the simulated seconds of equal stages, each of 1 / share layers of that cost."""
@@ -321,12 +375,28 @@ class RegularSearch:
             remat = False
         return stage_cost_task(task, graph, cuts, count, remat=remat, places=places)
 
-    def _within(self, solver: StageSolver, limit: float) -> StageSolver:
-        """Return a solver of the same job with another limit of memory, which shares prices."""
-        other = StageSolver(replace(solver.job, memory_limit=limit))
-        other._tables = solver._tables
-        other._free = solver._free
-        return other
+    def _named(self, configuration: Configuration) -> StageSolver:
+        """Return the solver of a configuration's micro-batches under its names.
+
+        Raises:
+            PlanError: the step cannot be split so.
+        """
+        key = configuration.num_microbatches, configuration.logical_mesh, configuration.names
+        if key in self._named_solvers:
+            return self._named_solvers[key]
+        count = configuration.num_microbatches
+        solver = self._solver(count)
+        if solver is None:
+            raise PlanError(f"the step cannot be split into {count} micro-batches")
+        if configuration.names:
+            options = replace(
+                solver.job.options,
+                parallel=configuration.names,
+                logical_mesh=configuration.logical_mesh,
+            )
+            solver = solver.under(options)
+        self._named_solvers[key] = solver
+        return solver
 
     def _request(
         self,
@@ -385,3 +455,10 @@ def _label(configuration: Configuration) -> str:
     text = f"{configuration.num_stages} stages of {mesh}"
     text += f", {configuration.num_microbatches} micro-batches"
     return f"{text}, recomputed" if configuration.remat else text
+
+
+def _stage_bytes(cost: StageCost, alive: int, remat: bool, share: float) -> float:
+    """Return the bytes of a stage of 1 / share layers: they use temporary memory in turn."""
+    again = max(cost.again) if remat else 0.0
+    of_layer = cost.always + (cost.kept if remat else cost.saved) * alive
+    return of_layer / share + again + cost.working

@@ -193,6 +193,19 @@ class StageSolver:
             decode=lambda record: SolvedStage(**stage_fields(record, request)),
         )
 
+    def fastest(self, request: StageRequest) -> SolvedStage:
+        """Return the stage in its fastest layouts without a memory limit, whether they fit or not.
+
+        Raises:
+            PlanError: a pin cannot be met.
+        """
+        priced = self.price(request)
+        starts = request.starts
+        if len(starts) > 1:
+            starts = _least_memory(priced, request.alive / request.stages_per_mesh)
+        temporary_bytes = self.temporary_bytes(priced.finest.intra, priced.free)
+        return self._solved(priced, FittedStage(starts, priced.free, temporary_bytes))
+
     def _cheapest(self, request: StageRequest) -> SolvedStage:
         """Return the cheapest layouts of the stage that fit. Raises: as `solve`."""
         solved: list[SolvedStage] = []

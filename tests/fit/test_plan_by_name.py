@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,9 @@ from alpa_strategy.ir.plan import MEMORY_PARTS, Plan
 
 pytest.importorskip("transformers")
 
-SMALL = ["--cluster", "dgx_h100", "cluster.num_nodes=1", "--seq", "128", "--batch", "16"]
+CLUSTER = ["--cluster", "dgx_h100", "cluster.num_nodes=1"]
+ASKED = [*CLUSTER, "--seq", "128", "--batch", "16"]
+SMALL = [*ASKED, "--changes", "0"]
 
 
 def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]:
@@ -26,13 +29,23 @@ def test_answer_fits_one_screen(
 ) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     folder = write_config(tmp_path / "tiny-llama")
-    code = main(["plan", f"hf:{folder}", *SMALL])
+    code = main(["plan", f"hf:{folder}", *ASKED, "--changes", "1"])
     out = capsys.readouterr().out
     assert code == 0
     lines = out.splitlines()
     assert len(lines) <= 40
     assert max(map(len, lines)) <= 80
-    for word in ("tiny-llama", "fits", "tokens/s", "MFU", "plan", *MEMORY_PARTS[:1]):
+    for word in (
+        "tiny-llama",
+        "fits",
+        "tokens/s",
+        "MFU",
+        "plan",
+        "weights",
+        "Megatron-LM",
+        "torchtitan",
+        "DeepSpeed",
+    ):
         assert word in out
 
 
@@ -105,3 +118,30 @@ def test_missing_files_are_one_message(tmp_path: Path, capsys: pytest.CaptureFix
         code, out = run(capsys, f"hf:{source}", *SMALL)
         assert code == 2
         assert "what to do" in out
+
+
+@pytest.mark.slow
+def test_what_does_not_fit_has_changes_that_fit(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = write_config(tmp_path / "tiny")
+    limit = "plan.memory_limit=6MiB"
+    code, out = run(capsys, f"hf:{folder}", *ASKED, limit, "--changes", "1")
+    assert code == 2
+    assert "fits  no" in out
+    (flags,) = re.findall(r"^ *(--\S+ \S+|\S+=\S+) +fits, ", out, re.MULTILINE)
+    changed = [*ASKED, limit, *flags.split(), "--changes", "0"]
+    code, out = run(capsys, f"hf:{folder}", *changed)
+    assert code == 0, out
+    assert "fits   yes" in out
+
+
+def test_sweep_is_a_table_and_a_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = write_config(tmp_path / "tiny")
+    picture = tmp_path / "sweep.svg"
+    sweep = ["--sweep", "devices=1,8", "--picture", str(picture)]
+    code, out = run(capsys, f"hf:{folder}", *SMALL, *sweep)
+    assert code == 0, out
+    assert re.search(r"^ *1 .*━", out, re.MULTILINE)
+    assert re.search(r"^ *8 .*━", out, re.MULTILINE)
+    assert picture.read_text().count("<rect") == 2

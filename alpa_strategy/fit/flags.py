@@ -1,0 +1,133 @@
+"""A plan as flags of Megatron-LM, torchtitan and DeepSpeed, for those who run these."""
+
+from rich.table import Table
+from rich.text import Text
+
+from alpa_strategy.display.plan_words import StageSummary, stage_summary
+from alpa_strategy.fit.request import FitRequest
+from alpa_strategy.ir.plan import Plan
+
+# What a framework has no flag for.
+NOT_OFFERED = "cannot be expressed"
+
+
+def flags_of(plan: Plan, request: FitRequest) -> dict[str, dict[str, str]]:
+    """Return the flags of each framework by what they set; `NOT_OFFERED` if it has none.
+
+    Stages that differ in their parallelism are described by the middle one.
+    """
+    middle = stage_summary(plan.stages[len(plan.stages) // 2])
+    micro = max(1, request.batch_size // (plan.num_microbatches * middle.data))
+    return {
+        "Megatron-LM": _megatron(plan, request, middle, micro),
+        "torchtitan": _torchtitan(plan, request, middle, micro),
+        "DeepSpeed": _deepspeed(plan, request, middle, micro),
+    }
+
+
+def flags_table(plan: Plan, request: FitRequest) -> Table:
+    """Return a table with the flags of each framework."""
+    table = Table(box=None, padding=(0, 1), show_edge=False, show_header=False)
+    table.add_column(style="dim", no_wrap=True)
+    table.add_column(overflow="fold")
+    for framework, flags in flags_of(plan, request).items():
+        missing = [name for name, text in flags.items() if text == NOT_OFFERED]
+        text = Text(" ".join(text for text in flags.values() if text and text != NOT_OFFERED))
+        if missing:
+            text.append(f"; {', '.join(missing)}: {NOT_OFFERED}", style="yellow")
+        table.add_row(framework, text)
+    return table
+
+
+def _megatron(plan: Plan, request: FitRequest, stage: StageSummary, micro: int) -> dict[str, str]:
+    """Return flags of pretrain_gpt.py."""
+    zero = {0: "", 1: "--use-distributed-optimizer"}.get(
+        stage.zero, "--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads_params"
+    )
+    precisions = {"bf16-mixed": "--bf16", "16-mixed": "--fp16", "32-true": ""}
+    recompute = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+    return {
+        "stages": f"--pipeline-model-parallel-size {len(plan.stages)}",
+        "tensor": f"--tensor-model-parallel-size {stage.tensor}",
+        "sequence": "--sequence-parallel" if stage.tensor > 1 else "",
+        "batch": f"--micro-batch-size {micro} --global-batch-size {request.batch_size}",
+        "length": f"--seq-length {request.sequence_length}",
+        "ZeRO": zero,
+        "checkpointing": recompute if stage.remat else "",
+        "precision": precisions.get(request.precision, NOT_OFFERED),
+        "LoRA": "" if request.lora_rank is None else NOT_OFFERED,
+        "optimizer": _known(request, {"adamw": "--optimizer adam", "sgd": "--optimizer sgd"}),
+    }
+
+
+def _torchtitan(plan: Plan, request: FitRequest, stage: StageSummary, micro: int) -> dict[str, str]:
+    """Return overrides of torchtitan's job configuration."""
+    shard = stage.data if stage.zero else 1
+    replicate = 1 if stage.zero else stage.data
+    sharded = f"--parallelism.data_parallel_shard_degree {shard}"
+    if stage.zero in (1, 2):
+        sharded += " --parallelism.fsdp_reshard_after_forward never"
+    precisions = {
+        "bf16-mixed": "--training.mixed_precision_param bfloat16",
+        "bf16-true": "--training.dtype bfloat16",
+        "32-true": "--training.mixed_precision_param float32",
+    }
+    pipeline = f"--parallelism.pipeline_parallel_degree {len(plan.stages)}"
+    if len(plan.stages) > 1:
+        pipeline += f" --parallelism.pipeline_parallel_schedule {plan.schedule}"
+        pipeline += f" --parallelism.pipeline_parallel_microbatch_size {micro}"
+    sequences = request.batch_size // stage.data
+    local = sequences if len(plan.stages) > 1 else micro
+    return {
+        "stages": pipeline,
+        "tensor": f"--parallelism.tensor_parallel_degree {stage.tensor}",
+        "ZeRO": f"--parallelism.data_parallel_replicate_degree {replicate} {sharded}",
+        "batch": f"--training.local_batch_size {local}"
+        f" --training.global_batch_size {request.batch_size}",
+        "length": f"--training.seq_len {request.sequence_length}",
+        "checkpointing": f"--activation_checkpoint.mode {'full' if stage.remat else 'none'}",
+        "precision": precisions.get(request.precision, NOT_OFFERED),
+        "LoRA": "" if request.lora_rank is None else NOT_OFFERED,
+        "optimizer": _known(
+            request, {"adamw": "--optimizer.name AdamW", "adam": "--optimizer.name Adam"}
+        ),
+    }
+
+
+def _deepspeed(plan: Plan, request: FitRequest, stage: StageSummary, micro: int) -> dict[str, str]:
+    """Return entries of DeepSpeed's configuration file."""
+    num_stages = len(plan.stages)
+    tensor = f'"tensor_parallel": {{"autotp_size": {stage.tensor}}}' if stage.tensor > 1 else ""
+    pipeline = ""
+    if num_stages > 1:
+        # PipelineModule has no tensor parallelism of its own, and runs with ZeRO-1 at most.
+        is_offered = stage.tensor == 1 and stage.zero < 2
+        pipeline = f"PipelineModule(num_stages={num_stages})" if is_offered else NOT_OFFERED
+    precisions = {
+        "bf16-mixed": '"bf16": {"enabled": true}',
+        "16-mixed": '"fp16": {"enabled": true}',
+        "32-true": "",
+    }
+    steps = plan.num_microbatches
+    return {
+        "stages": pipeline,
+        "tensor": tensor,
+        "ZeRO": f'"zero_optimization": {{"stage": {stage.zero}}}',
+        "batch": f'"train_micro_batch_size_per_gpu": {micro},'
+        f' "gradient_accumulation_steps": {steps}',
+        "checkpointing": "model.gradient_checkpointing_enable()" if stage.remat else "",
+        "precision": precisions.get(request.precision, NOT_OFFERED),
+        "optimizer": _known(
+            request,
+            {
+                "adamw": '"optimizer": {"type": "AdamW"}',
+                "adam": '"optimizer": {"type": "Adam"}',
+                "muon": '"optimizer": {"type": "Muon"}',
+            },
+        ),
+    }
+
+
+def _known(request: FitRequest, names: dict[str, str]) -> str:
+    """Return the flag of the request's optimizer."""
+    return names.get(request.optimizer, NOT_OFFERED)
