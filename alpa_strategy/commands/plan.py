@@ -137,8 +137,11 @@ def _plan_recipe(
             plan, task = planned(overrides)
 
     usable_bytes = plan_options(recipe).usable_bytes(cluster.device.memory_bytes)
-    console.print(plan_table(plan, memory_limit=usable_bytes))
-    console.print(findings_text(plan))
+    if arguments.verbose:
+        console.print(plan_table(plan, memory_limit=usable_bytes))
+        console.print(findings_text(plan))
+    else:
+        console.print(_summary(plan, task, usable_bytes))
     console.print(plan_timing(plan, peak_rss_bytes()))
     return plan, task
 

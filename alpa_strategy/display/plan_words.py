@@ -6,14 +6,30 @@ from dataclasses import dataclass
 
 from alpa_strategy.ir.plan import Plan, StagePlan, Storage
 
+# Ops with a parameter as operand: their name -> the position of the parameter.
+_PRODUCTS = {
+    "linear": 1,
+    "addmm": 2,
+    "conv1d": 1,
+    "conv2d": 1,
+    "conv3d": 1,
+    "convolution": 1,
+    "embedding": 0,
+}
+
+# Share of a stage's elements from which on experts are named.
+_LEAST_EXPERTS = 0.1
+
 
 @dataclass(frozen=True)
 class StageSummary:
     """A stage's parallelism, read from its parameters and strategies."""
 
-    # Devices among which samples, matrices, and experts are divided.
+    # Devices among which samples, matrices, and experts are divided. A device may have its part of
+    # the samples and of the experts.
     data: int
     tensor: int
+    experts: int
 
     # 0 to 3: nothing, state, and gradients, and parameters are sharded among data-parallel devices.
     zero: int
@@ -28,6 +44,8 @@ class StageSummary:
             words.append(f"{self.data}-way data parallel")
         if self.tensor > 1:
             words.append(f"{self.tensor}-way tensor parallel")
+        if self.experts > 1:
+            words.append(f"{self.experts}-way expert parallel")
         if self.zero:
             words.append(f"ZeRO-{self.zero}")
         if self.remat:
@@ -36,50 +54,64 @@ class StageSummary:
 
 
 def stage_summary(stage: StagePlan) -> StageSummary:
-    """Return how most elements of a stage's parameters are stored and used, axis by axis."""
-    data = tensor = 1
+    """Return how a stage's products and parameters are divided, axis by axis."""
+    data = tensor = experts = 1
     zero = 0
     for axis, size in enumerate(stage.logical_mesh):
-        kind, level = _axis_kind(stage, axis)
-        if kind == "tensor":
+        elements = _elements_by_storage(stage, axis)
+        if elements["experts"] >= _LEAST_EXPERTS * sum(elements.values()) > 0:
+            experts *= size
+        if _divides_matrices(stage, axis, elements):
             tensor *= size
         else:
             data *= size
-            zero = max(zero, level)
-    return StageSummary(data, tensor, zero, stage.remat)
+            zero = max(zero, _zero_level(elements))
+    return StageSummary(data, tensor, experts, zero, stage.remat)
 
 
-def _axis_kind(stage: StagePlan, axis: int) -> tuple[str, int]:
-    """Return `data` or `tensor` for a mesh axis, and the ZeRO level of data parallelism.
-
-    Sharded parameters are gathered before their use (ZeRO-3) if the axis' collectives are gathers
-    in the forward; they are used in shards (tensor parallelism) if partial results are summed.
+def _elements_by_storage(stage: StagePlan, axis: int) -> Counter[str]:
+    """Return the elements of parameters that are `full`, `once` (gathered once per step), `experts`
+    (a batch of matrices, divided along the batch), or `shards` on a mesh axis.
     """
-    elements: Counter[Storage] = Counter()
-    once: Counter[bool] = Counter()
+    elements: Counter[str] = Counter()
     for name, plan in stage.parameter_plans.items():
         mode = plan.modes[axis]
-        size = math.prod(stage.shapes.get(name, ()))
-        elements[mode.storage] += size
-        once[mode.is_gathered_once] += size
-    if not elements:
-        return "data", 0
-    if once[True] >= once[False]:
-        return "data", 1
-    (storage, _), *_ = elements.most_common(1)
-    if storage is Storage.REPLICATE:
-        return "data", 0
-    reductions = 0.0
-    gathers = 0.0
-    for collective in stage.collectives:
-        if collective.axis == axis and collective.phase == "forward":
-            if collective.kind == "all_gather":
-                gathers += collective.num_bytes
-            else:
-                reductions += collective.num_bytes
-    of_parameters = sum(elements.values()) * 2.0
-    is_gathered = gathers >= 0.5 * of_parameters and gathers > reductions
-    return ("data", 3) if is_gathered else ("tensor", 0)
+        shape = stage.shapes.get(name, ())
+        if mode.is_gathered_once:
+            kind = "once"
+        elif mode.storage is Storage.REPLICATE:
+            kind = "full"
+        elif mode.dim == 0 and len(shape) == 3:
+            kind = "experts"
+        else:
+            kind = "shards"
+        elements[kind] += math.prod(shape)
+    return elements
+
+
+def _divides_matrices(stage: StagePlan, axis: int, elements: Counter[str]) -> bool:
+    """Whether an axis divides the matrices of products more often than their samples."""
+    num_divided = num_full = 0
+    for name, strategies in stage.strategies.items():
+        # `linear_3`
+        position = _PRODUCTS.get(name.rpartition("_")[0])
+        inputs = strategies[axis].inputs
+        if position is None or position >= len(inputs):
+            continue
+        if inputs[position].shard_dim is None:
+            num_full += 1
+        else:
+            num_divided += 1
+    if num_divided == num_full == 0:
+        return elements["shards"] > elements["full"] + elements["once"]
+    return num_divided > num_full
+
+
+def _zero_level(elements: Counter[str]) -> int:
+    """Return the ZeRO level of an axis that divides samples."""
+    if elements["shards"] > elements["full"] + elements["once"]:
+        return 3
+    return 1 if elements["once"] > elements["full"] else 0
 
 
 def plan_words(plan: Plan) -> str:

@@ -8,6 +8,7 @@ from rich.table import Table
 from rich.text import Text
 
 from alpa_strategy.display.console import plain
+from alpa_strategy.display.findings import findings
 from alpa_strategy.display.plan_words import plan_words
 from alpa_strategy.display.table import (
     baselines_text,
@@ -19,12 +20,13 @@ from alpa_strategy.display.table import (
     stage_overview,
     step_parts,
 )
-from alpa_strategy.ir.plan import Collective, Plan, StagePlan
+from alpa_strategy.ir.plan import Plan
 from alpa_strategy.units import format_bytes, format_count, format_seconds
 
 # Rows of a screen of 40 lines.
 MAX_STAGES = 6
-MAX_NOTES = 3
+MAX_NOTES = 2
+MAX_FINDINGS = 2
 MAX_NOTE_CHARACTERS = 160
 
 
@@ -57,9 +59,9 @@ def plan_summary(
         table.add_row("plan", plan_words(plan))
         _add_step(table, plan, num_samples, seconds_at_peak)
     table.add_row("memory", _memory(plan, memory_limit, process_bytes))
-    limit = limiting_part(plan)
-    if limit:
-        table.add_row("limit", limit)
+    lines = findings(plan)
+    if lines and not plan.is_eager:
+        table.add_row("limit", plain("\n".join(lines[:MAX_FINDINGS]), keeps_lines=True))
     if plan.baselines:
         table.add_row("instead", baselines_text(plan))
     sections.append(table)
@@ -104,51 +106,6 @@ def _memory(plan: Plan, memory_limit: float | None, process_bytes: int) -> Text:
     if words:
         text.append(f"\n{', '.join(words)}", style="dim")
     return text
-
-
-def limiting_part(plan: Plan) -> str:
-    """Return what takes most of a step, with its largest item; empty if it is not known."""
-    parts = step_parts(plan)
-    seconds = plan.predicted.step_seconds
-    if not parts or seconds <= 0:
-        return ""
-    name = max(parts, key=lambda part: parts[part])
-    text = f"{name}, {parts[name] / seconds:.0%} of the step"
-    if name == "communication":
-        text += _largest_collective(plan)
-    if name == "waiting":
-        text += ": stages wait for one another; more micro-batches shorten that"
-    if name == "host":
-        text += ": Python, the Trainer's loop and the loader, not the devices"
-    slowest = _slowest_boundary(plan)
-    if slowest:
-        text += f"; {slowest}"
-    return text
-
-
-def _largest_collective(plan: Plan) -> str:
-    largest: tuple[Collective, StagePlan] | None = None
-    for stage in plan.stages:
-        for collective in stage.collectives:
-            if largest is None or collective.seconds > largest[0].seconds:
-                largest = collective, stage
-    if largest is None:
-        return ""
-    collective, stage = largest
-    size = stage.logical_mesh[collective.axis]
-    when = "once a step" if collective.phase == "step" else f"in the {collective.phase}"
-    seconds = format_seconds(collective.seconds)
-    return f": most of it {collective.kind} of {size} devices {when}, {seconds}"
-
-
-def _slowest_boundary(plan: Plan) -> str:
-    """Return a note on a boundary between stages that takes longer than a stage's forward."""
-    slowest = max(plan.stages, key=lambda stage: stage.boundary_seconds)
-    forward = max(stage.forward_seconds for stage in plan.stages)
-    if len(plan.stages) == 1 or slowest.boundary_seconds <= forward:
-        return ""
-    boundary = format_seconds(slowest.boundary_seconds)
-    return f"a boundary between stages takes {boundary}, a forward {format_seconds(forward)}"
 
 
 def _notes(plan: Plan) -> list[RenderableType]:

@@ -49,6 +49,7 @@ def _megatron(plan: Plan, request: FitRequest, stage: StageSummary, micro: int) 
     return {
         "stages": f"--pipeline-model-parallel-size {len(plan.stages)}",
         "tensor": f"--tensor-model-parallel-size {stage.tensor}",
+        "experts": f"--expert-model-parallel-size {stage.experts}" if stage.experts > 1 else "",
         "sequence": "--sequence-parallel" if stage.tensor > 1 else "",
         "batch": f"--micro-batch-size {micro} --global-batch-size {request.batch_size}",
         "length": f"--seq-length {request.sequence_length}",
@@ -81,6 +82,9 @@ def _torchtitan(plan: Plan, request: FitRequest, stage: StageSummary, micro: int
     return {
         "stages": pipeline,
         "tensor": f"--parallelism.tensor_parallel_degree {stage.tensor}",
+        "experts": f"--parallelism.expert_parallel_degree {stage.experts}"
+        if stage.experts > 1
+        else "",
         "ZeRO": f"--parallelism.data_parallel_replicate_degree {replicate} {sharded}",
         "batch": f"--training.local_batch_size {local}"
         f" --training.global_batch_size {request.batch_size}",
@@ -112,6 +116,8 @@ def _deepspeed(plan: Plan, request: FitRequest, stage: StageSummary, micro: int)
     return {
         "stages": pipeline,
         "tensor": tensor,
+        # `ep_size` is an argument of its MoE layer.
+        "experts": NOT_OFFERED if stage.experts > 1 else "",
         "ZeRO": f'"zero_optimization": {{"stage": {stage.zero}}}',
         "batch": f'"train_micro_batch_size_per_gpu": {micro},'
         f' "gradient_accumulation_steps": {steps}',

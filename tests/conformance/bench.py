@@ -128,6 +128,8 @@ class Bench:
             shared = {
                 "cluster": "pcie_8gpu",
                 "verbose": False,
+                # DDP's loggers have no rows of plans.
+                "log_plan": False,
                 "plan_dir": self.root.parent / "plans",
             }
             options = {**shared, **(PLANS[self.kind] if plan is None else plan)}

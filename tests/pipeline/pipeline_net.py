@@ -215,6 +215,7 @@ def build(cases, schedule, num_microbatches, num_layers, tied=False, cluster=Non
             ROW_MEANS: MicrobatchPlacement("rows", 0, dist.get_world_size()),
             COUNT: WHOLE,
         },
+        num_runs=dist.get_world_size(),
     )
     spec = PipelineSpec(micro, tuple(specs), schedule, tuple(shared), cluster)
     return net, Pipeline(spec, own, torch.device("cpu")), own
