@@ -13,21 +13,12 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
+from chromium import CHROMIUM, FLAGS
 from playwright.sync_api import BrowserContext, Page, sync_playwright
 
 from alpa_strategy.cli import main as alpa
 
 ROOT = Path(__file__).parents[1]
-CHROMIUM = "/usr/bin/chromium"
-FLAGS = [
-    "--no-sandbox",
-    "--disable-gpu",
-    "--disable-quic",
-    "--no-first-run",
-    "--disable-background-networking",
-    "--disable-component-update",
-    "--disable-sync",
-]
 PLAN = ["plan", "gpt_1_3b", "--cluster", "p3_16xlarge_x8", "cluster.num_nodes=1"]
 NAME = "blocks.0.mlp.fc.weight"
 ZOOM_STEPS = 7

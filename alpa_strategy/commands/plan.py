@@ -151,15 +151,12 @@ def _summary(plan: Plan, task: "PlanTask", usable_bytes: float) -> RenderableTyp
     from alpa_strategy.cost.peak import seconds_at_peak
     from alpa_strategy.microbatch.transform import num_samples
 
-    peak_of_one = seconds_at_peak(task.step, task.cluster.device)
-    peak_of_all = None
-    if peak_of_one is not None:
-        peak_of_all = peak_of_one / task.cluster.num_devices
+    cluster = task.cluster
     return plan_summary(
         plan,
         memory_limit=usable_bytes,
         num_samples=num_samples(task.step),
-        seconds_at_peak=peak_of_all,
+        seconds_at_peak=seconds_at_peak(task.step, cluster.device, cluster.num_devices),
     )
 
 

@@ -10,10 +10,13 @@ from alpa_strategy.ir.op import OpCall
 from alpa_strategy.ir.per_rank import PerRank
 
 
-def seconds_at_peak(step: StepGraph, device: DeviceSpec) -> float | None:
-    """Return the seconds of one device at its peak for all products of a step, in both directions.
+def seconds_at_peak(step: StepGraph, device: DeviceSpec, num_devices: int) -> float | None:
+    """Return the seconds of devices at their peak for all products of a step, in both directions.
 
     Recomputation does not count.
+
+    Args:
+        num_devices: that share the step.
 
     Returns:
         None if a product's dtype has no known peak.
@@ -28,7 +31,7 @@ def seconds_at_peak(step: StepGraph, device: DeviceSpec) -> float | None:
         if peak is None:
             return None
         seconds += (forward.flops + backward.flops) / peak
-    return seconds
+    return seconds / num_devices
 
 
 def _product_kind(call: OpCall) -> str | None:

@@ -4,7 +4,10 @@ import math
 from collections import Counter
 from dataclasses import dataclass
 
+from rich.text import Text
+
 from alpa_strategy.ir.plan import Plan, StagePlan, Storage
+from alpa_strategy.units import format_bytes
 
 # Ops with a parameter as operand: their name -> the position of the parameter.
 _PRODUCTS = {
@@ -123,3 +126,20 @@ def plan_words(plan: Plan) -> str:
     if plan.num_microbatches > 1:
         words += f", {plan.num_microbatches} micro-batches"
     return words
+
+
+def peak_text(plan: Plan, memory_limit: float | None, process_bytes: int) -> Text:
+    """Return the bytes of a device at the peak, as a share of its limit and with the process.
+
+    Args:
+        memory_limit: bytes per device; None: not known.
+        process_bytes: of host memory that the process takes in addition to the plan's tensors.
+    """
+    peak = plan.predicted.peak_bytes
+    text = Text(format_bytes(peak) + " per device at the peak")
+    if memory_limit and math.isfinite(memory_limit):
+        text.append(f", {peak / memory_limit:.0%} of {format_bytes(memory_limit)}", style="dim")
+    if process_bytes:
+        with_process = format_bytes(peak + process_bytes)
+        text.append(f", {with_process} with the process itself", style="dim")
+    return text

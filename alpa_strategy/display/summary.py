@@ -1,6 +1,5 @@
 """A plan on one screen: in words, its speed, its memory, and what limits its step."""
 
-import math
 from itertools import groupby
 
 from rich.console import Group, RenderableType
@@ -9,7 +8,7 @@ from rich.text import Text
 
 from alpa_strategy.display.console import plain
 from alpa_strategy.display.findings import findings
-from alpa_strategy.display.plan_words import plan_words
+from alpa_strategy.display.plan_words import peak_text, plan_words
 from alpa_strategy.display.table import (
     baselines_text,
     headline,
@@ -91,13 +90,7 @@ def _add_step(
 
 def _memory(plan: Plan, memory_limit: float | None, process_bytes: int) -> Text:
     """Return the bytes of a device at the peak, by parts."""
-    peak = plan.predicted.peak_bytes
-    text = Text(f"{format_bytes(peak)} a device at the peak")
-    if memory_limit and math.isfinite(memory_limit):
-        text.append(f", {peak / memory_limit:.0%} of {format_bytes(memory_limit)}", style="dim")
-    if process_bytes:
-        with_process = format_bytes(peak + process_bytes)
-        text.append(f", {with_process} with the process itself", style="dim")
+    text = peak_text(plan, memory_limit, process_bytes)
     largest = max(plan.stages, key=lambda stage: stage.predicted.peak_bytes)
     words = []
     for name, num_bytes in largest.predicted.memory.items():

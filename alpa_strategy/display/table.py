@@ -15,6 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from alpa_strategy.display.console import make_console, plain
+from alpa_strategy.display.plan_words import peak_text
 from alpa_strategy.display.timeline import MAX_DRAWN, device_range, plan_timeline
 from alpa_strategy.errors import printable
 from alpa_strategy.ir.plan import ParameterMode, ParameterPlan, Plan, Predicted, StagePlan
@@ -171,14 +172,7 @@ def _summary(plan: Plan, memory_limit: float | None, process_bytes: int) -> Tabl
     if parts:
         table.add_row("", seconds_legend(parts))
 
-    memory = Text(format_bytes(p.peak_bytes) + " per device at the peak")
-    if memory_limit and math.isfinite(memory_limit):
-        share = p.peak_bytes / memory_limit
-        memory.append(f", {share:.0%} of {format_bytes(memory_limit)}", style="dim")
-    if process_bytes:
-        with_process = format_bytes(p.peak_bytes + process_bytes)
-        memory.append(f", {with_process} with the process itself", style="dim")
-    table.add_row("memory", memory)
+    table.add_row("memory", peak_text(plan, memory_limit, process_bytes))
     if plan.baselines:
         table.add_row("instead", baselines_text(plan))
     return table

@@ -32,7 +32,11 @@ def flags_table(plan: Plan, request: FitRequest) -> Table:
     table.add_column(overflow="fold")
     for framework, flags in flags_of(plan, request).items():
         missing = [name for name, text in flags.items() if text == NOT_OFFERED]
-        text = Text(" ".join(text for text in flags.values() if text and text != NOT_OFFERED))
+        offered = []
+        for flag in flags.values():
+            if flag not in ("", NOT_OFFERED):
+                offered.append(flag)
+        text = Text(" ".join(offered))
         if missing:
             text.append(f"; {', '.join(missing)}: {NOT_OFFERED}", style="yellow")
         table.add_row(framework, text)

@@ -69,10 +69,14 @@ def memory_table(plan: Plan, cluster: ClusterSpec, usable_bytes: float) -> Table
         table.add_column(_HEADINGS.get(part, part), justify="right", no_wrap=True)
     table.add_column("sum", justify="right")
     rows = list(memory_of_meshes(plan, cluster, usable_bytes).items())
-    groups = [list(members) for _, members in groupby(rows, key=lambda row: _rounded(row[1]))]
-    for group in groups[: _MAX_ROWS if len(groups) <= _MAX_ROWS else _MAX_ROWS - 1]:
+    groups = []
+    for _, members in groupby(rows, key=lambda row: _rounded(row[1])):
+        groups.append(list(members))
+    is_cut = len(groups) > _MAX_ROWS
+    num_shown = _MAX_ROWS - 1 if is_cut else _MAX_ROWS
+    for group in groups[:num_shown]:
         table.add_row(*_memory_row(group))
-    if len(groups) > _MAX_ROWS:
+    if is_cut:
         table.add_row("...")
     device = format_bytes(cluster.device.memory_bytes)
     table.caption = f"of {device} a device; fragments: what a plan leaves to the allocator"
@@ -83,7 +87,7 @@ def memory_table(plan: Plan, cluster: ClusterSpec, usable_bytes: float) -> Table
 def _memory_row(group: Sequence[tuple[str, Mapping[str, int]]]) -> list[str]:
     """Return the cells of a run of equal stages."""
     label = group[0][0] if len(group) == 1 else f"{group[0][0]}-{group[-1][0]}"
-    largest = max((parts for _, parts in group), key=lambda parts: sum(parts.values()))
+    _, largest = max(group, key=lambda row: sum(row[1].values()))
     cells = [format_bytes(largest.get(part, 0)) for part in PARTS]
     return [label, *cells, format_bytes(sum(largest.values()))]
 

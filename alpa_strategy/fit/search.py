@@ -247,7 +247,11 @@ class RegularSearch:
             return list(allowed)
         full = submesh[1]
         wanted = {full, max(2, full // 2)}
-        return [shape for shape in allowed if len(shape) == 1 or shape[1] in wanted]
+        shapes = []
+        for shape in allowed:
+            if len(shape) == 1 or shape[1] in wanted:
+                shapes.append(shape)
+        return shapes
 
     # --- Estimates
 

@@ -49,12 +49,3 @@ def memory_of_meshes(
         ",".join(map(str, indices[first])): {**parts, FRAGMENTATION: int(reserve)}
         for first, parts in meshes.items()
     }
-
-
-def largest_mesh(plan: Plan) -> dict[str, int]:
-    """Return the parts of the memory of the mesh that needs most."""
-    meshes: dict[int, Counter[str]] = {}
-    for stage in plan.stages:
-        meshes.setdefault(stage.first_device, Counter()).update(stage.predicted.memory)
-    largest: Counter[str] = max(list(meshes.values()), key=lambda parts: parts.total())
-    return dict(largest)

@@ -158,9 +158,8 @@ class Run(ShardedRun):
     def _rate_step(self, step: StepGraph) -> None:
         """Find what samples per second and MFU are made of."""
         self.samples_per_step = num_samples(step)
-        peak_of_one = seconds_at_peak(step, self._cluster.device)
-        if peak_of_one is not None:
-            self.seconds_at_peak = peak_of_one / self._cluster.num_devices
+        cluster = self._cluster
+        self.seconds_at_peak = seconds_at_peak(step, cluster.device, cluster.num_devices)
 
     # A training step
 

@@ -117,22 +117,34 @@ def _num_runs(step: StepGraph, num_microbatches: int, num_ranks: int) -> int:
 
 def num_split_samples(step: StepGraph) -> int:
     """Return the number of samples that micro-batches split, those of all ranks."""
-    sizes = []
-    for leaf in step.batch:
-        if leaf.batch_dim == 0 and leaf.is_split:
-            sizes.append(leaf.meta.shape[0])
-    return math.gcd(*sizes)
+    return math.gcd(*_split_sizes(step))
 
 
 def num_samples(step: StepGraph) -> int | None:
     """Return the samples of a step's batch, those of all ranks; None if its tensors have different
     numbers of them.
     """
+    sizes = _split_sizes(step)
+    return sizes.pop() if len(sizes) == 1 else None
+
+
+def _split_sizes(step: StepGraph) -> set[int]:
+    """Return the sizes of dim 0 of the batch's tensors that micro-batches split."""
     sizes = set()
     for leaf in step.batch:
         if leaf.batch_dim == 0 and leaf.is_split:
             sizes.add(leaf.meta.shape[0])
-    return sizes.pop() if len(sizes) == 1 else None
+    return sizes
+
+
+def notes_of_split(step: StepGraph, graph: StepGraph) -> tuple[str, ...]:
+    """Return what makes micro-batches inexact; empty if they are exactly the full batch.
+
+    Args:
+        step: that was split.
+        graph: of one micro-batch.
+    """
+    return graph.notes[len(step.notes) :]
 
 
 def _check_divisible(step: StepGraph, num_microbatches: int, num_runs: int) -> None:

@@ -33,7 +33,7 @@ from alpa_strategy.inter_op.stored_costs import (
 from alpa_strategy.inter_op.subgraph import MAX_LAYERS
 from alpa_strategy.ir.graph import StepGraph
 from alpa_strategy.ir.plan import Plan
-from alpa_strategy.microbatch.transform import microbatch
+from alpa_strategy.microbatch.transform import microbatch, notes_of_split
 from alpa_strategy.options import PROPAGATION
 from alpa_strategy.planner.assembly import best_solved, solved_plan
 from alpa_strategy.planner.cost_task import stage_cost_task
@@ -308,7 +308,7 @@ class PipelineSearch:
 
         Only the user can choose those.
         """
-        notes = graph.notes[len(self.task.step.notes) :]
+        notes = notes_of_split(self.task.step, graph)
         if notes and self.task.options.num_microbatches is None:
             raise PlanError(notes[0], "set num_microbatches to have it so")
 

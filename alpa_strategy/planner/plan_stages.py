@@ -31,20 +31,24 @@ def stage_job(task: PlanTask, plan: Plan) -> StageCostTask:
     return stage_cost_task(task, graph, cuts, plan.num_microbatches)
 
 
+def in_flight_of(plan: Plan, num_microbatches: int) -> tuple[int, Sequence[int]]:
+    """Return (stages per mesh, most micro-batches in flight by stage) of a plan's stages."""
+    num_stages = len(plan.stages)
+    num_meshes = len({stage.first_device for stage in plan.stages})
+    stages_per_mesh = num_stages // num_meshes
+    if num_stages == 1:
+        return stages_per_mesh, (1,)
+    alive = in_flight_by_stage(plan.schedule, num_meshes, num_microbatches, stages_per_mesh)
+    return stages_per_mesh, alive
+
+
 def stage_request(job: StageCostTask, task: PlanTask, plan: Plan, index: int) -> StageRequest:
     """Return what stage `index` of a plan was solved for."""
     stage = plan.stages[index]
     if job.is_whole_batch:
         return whole_step_request(task, stage.logical_mesh, {})
 
-    num_stages = len(plan.stages)
-    num_meshes = len({stage.first_device for stage in plan.stages})
-    stages_per_mesh = num_stages // num_meshes
-    alive = 1
-    if num_stages > 1:
-        alive = in_flight_by_stage(
-            plan.schedule, num_meshes, plan.num_microbatches, stages_per_mesh
-        )[index]
+    stages_per_mesh, in_flight = in_flight_of(plan, plan.num_microbatches)
 
     # Parameters that an earlier stage on the mesh stores.
     pinned: dict[str, ParameterPlan] = {}
@@ -58,7 +62,7 @@ def stage_request(job: StageCostTask, task: PlanTask, plan: Plan, index: int) ->
         submesh=stage.submesh,
         shape=stage.logical_mesh,
         remat=stage.remat,
-        alive=alive,
+        alive=in_flight[index],
         stages_per_mesh=stages_per_mesh,
         pinned=pinned,
         cuts=tuple(cut for cut in job.cuts if first < cut < last),

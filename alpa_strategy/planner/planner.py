@@ -22,7 +22,7 @@ from alpa_strategy.inter_op.candidates import EVERY_SIZE
 from alpa_strategy.ir.graph import StepGraph
 from alpa_strategy.ir.optimizer_info import OptimizerInfo
 from alpa_strategy.ir.plan import ParameterPlan, Plan
-from alpa_strategy.microbatch.transform import microbatch
+from alpa_strategy.microbatch.transform import microbatch, notes_of_split
 from alpa_strategy.options import PlanOptions
 from alpa_strategy.partial_results import NOT_STORED, PartialResults
 from alpa_strategy.planner.explain import explain
@@ -411,4 +411,4 @@ def _can_be_split(task: PlanTask) -> bool:
         return False
     # A note is added if micro-batches are not exactly the full batch (BatchNorm): only the user can
     # choose that.
-    return graph.notes == task.step.notes
+    return not notes_of_split(task.step, graph)

@@ -31,8 +31,9 @@ from alpa_strategy.ir.plan import (
 from alpa_strategy.microbatch.transform import MicroStep, microbatch
 from alpa_strategy.planner.assembly import plan_of
 from alpa_strategy.planner.cost_task import stage_cost_task
+from alpa_strategy.planner.plan_stages import in_flight_of
 from alpa_strategy.planner.task import PlanTask
-from alpa_strategy.schedules import in_flight_by_stage, refusal
+from alpa_strategy.schedules import refusal
 
 
 def replan_fingerprint(task: PlanTask, running: Plan) -> Fingerprint:
@@ -155,13 +156,7 @@ def _requests(job: StageCostTask, running: Plan) -> list[StageRequest]:
     parameters' layouts.
     """
     stages = running.stages
-    num_meshes = len({stage.first_device for stage in stages})
-    stages_per_mesh = len(stages) // num_meshes
-    in_flight: Sequence[int] = (1,)
-    if len(stages) > 1:
-        in_flight = in_flight_by_stage(
-            running.schedule, num_meshes, job.num_microbatches, stages_per_mesh
-        )
+    stages_per_mesh, in_flight = in_flight_of(running, job.num_microbatches)
 
     requests = []
     for stage, (first, last), alive in zip(stages, pairwise(job.cuts), in_flight, strict=True):

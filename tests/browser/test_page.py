@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -19,18 +20,12 @@ from alpa_strategy.page.page import models_of, page_of, plan_page
 from alpa_strategy.planner.details import details_of
 from alpa_strategy.planner.explain import explain
 
+sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
+
+from chromium import CHROMIUM, FLAGS
+
 # Processor time of the page's thread: what others do on the machine does not count.
 MOST_SECONDS = 2.0
-CHROMIUM = "/usr/bin/chromium"
-FLAGS = [
-    "--no-sandbox",
-    "--disable-gpu",
-    "--disable-quic",
-    "--no-first-run",
-    "--disable-background-networking",
-    "--disable-component-update",
-    "--disable-sync",
-]
 NUM_LARGE_STAGES = 64
 
 
