@@ -103,6 +103,8 @@ class AlpaStrategy(SavesPretrained, ParallelJob):
         plan_timeout_seconds: seconds that the other ranks wait for rank 0's plan.
         collective_timeout_seconds: timeout of the process group.
         verbose: print phases, the plan, and predicted against measured step time (on rank 0).
+        start_method: `popen`: the script runs once more for each further device; `fork`: the
+            process is copied, for notebooks. `strategy="alpa_notebook"` means the latter.
         log_plan: give the Trainer's loggers the plan as hyperparameters, and step seconds, samples
             per second, MFU and memory as metrics, all named `alpa/...`.
 
@@ -147,6 +149,7 @@ class AlpaStrategy(SavesPretrained, ParallelJob):
         collective_timeout_seconds: float = 1800.0,
         verbose: bool = True,
         log_plan: bool = True,
+        start_method: str = "popen",
         accelerator: pl.accelerators.Accelerator | None = None,
         parallel_devices: list[torch.device] | None = None,
         cluster_environment: Any = None,
@@ -160,6 +163,7 @@ class AlpaStrategy(SavesPretrained, ParallelJob):
         self._read_options(values)
         super().__init__(
             collective_timeout_seconds,
+            start_method,
             accelerator=accelerator,
             parallel_devices=parallel_devices,
             cluster_environment=cluster_environment,
@@ -207,8 +211,7 @@ class AlpaStrategy(SavesPretrained, ParallelJob):
 
     @property
     def process_bytes(self) -> int:
-        """Bytes of host memory that this process uses in addition to `plan.predicted.peak_bytes`;
-        0 on GPUs."""
+        """Host bytes that this process uses besides `plan.predicted.peak_bytes`; 0 on GPUs."""
         return self._session.process_bytes
 
     @property
@@ -260,7 +263,6 @@ class AlpaStrategy(SavesPretrained, ParallelJob):
         replicas = self.limits.replicas
         if replicas is None or module is None or not module.trainer.training:
             return None
-
         return divide(replicas)
 
     @property
