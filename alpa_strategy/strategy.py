@@ -171,9 +171,7 @@ class AlpaStrategy(SavesPretrained, ParallelJob):
             precision_plugin=precision_plugin,
         )
         self._checkpoints = Checkpoints(checkpoint, async_checkpoint)
-        self._loader_order = LoaderOrder()
         self._session = Session(self._job, self._checkpoints)
-        self._logger_report: LoggerReport | None = None
 
     def _read_options(self, values: Mapping[str, Any]) -> None:
         """Validate and store the options, `values` by name; see `__init__` for what is raised."""
@@ -192,6 +190,8 @@ class AlpaStrategy(SavesPretrained, ParallelJob):
         self._submodules: tuple[int, PlanOptions] | None = None
         # Dynamo's context, if the Trainer is given a module that `torch.compile` made.
         self._compiled_in: Any = None
+        self._logger_report: LoggerReport | None = None
+        self._loader_order = LoaderOrder()
 
         plan, plan_dir, cluster = (values[name] for name in ("plan", "plan_dir", "cluster"))
         self._plan_file = None if plan is None else Path(plan)
