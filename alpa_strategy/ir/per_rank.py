@@ -83,6 +83,13 @@ def stacked_over_ranks(
     return tuple(_stacked(list(results)) for results in zip(*returned, strict=True))
 
 
+def with_rank_dim(results: Any) -> Any:
+    """Return the tensor or tensors of a single rank with a leading dim of ranks."""
+    if isinstance(results, Tensor):
+        return results.unsqueeze(0)
+    return tuple(result.unsqueeze(0) for result in results)
+
+
 def _stacked(results: list[Tensor]) -> Tensor:
     """Stack one result of all ranks. That of a single rank is not copied."""
     if len(results) == 1:
