@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
-from multiprocessing.pool import ExceptionWithTraceback
+from multiprocessing.pool import ExceptionWithTraceback  # type: ignore[attr-defined]
 from pathlib import Path
 from typing import Any
 
@@ -115,6 +115,9 @@ class _Output:
 
 class NotebookLauncher(_MultiProcessingLauncher):
     """Forks a worker for each device, and brings the results into the notebook's Trainer."""
+
+    # An AlpaStrategy.
+    _strategy: Any
 
     def __init__(self, strategy: Any) -> None:
         super().__init__(strategy, start_method="fork")
@@ -227,7 +230,7 @@ def _checkpoints_of(trainer: pl.Trainer) -> list[ModelCheckpoint]:
     return [c for c in trainer.checkpoint_callbacks if isinstance(c, ModelCheckpoint)]
 
 
-def _callback_states(trainer: pl.Trainer) -> dict[str, Any]:
+def _callback_states(trainer: Any) -> dict[str, Any]:
     """Return the states of callbacks other than ModelCheckpoint, which knows its folder alone."""
     states = {}
     for callback in trainer.callbacks:

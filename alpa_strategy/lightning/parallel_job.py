@@ -202,9 +202,8 @@ class ParallelJob(DDPStrategy):
             raise OptionError(
                 f"start_method is {start_method!r}", f"use {' or '.join(map(repr, START_METHODS))}"
             )
-        super().__init__(
-            timeout=timedelta(seconds=timeout_seconds), start_method=start_method, **arguments
-        )
+        arguments["start_method"] = start_method
+        super().__init__(timeout=timedelta(seconds=timeout_seconds), **arguments)
         self.interrupted = False
         self._watch: FailureWatch | None = None
         self._signals: JobSignals | None = None
