@@ -1,4 +1,4 @@
-"""LoRA (arXiv 2106.09685) as an ordinary LightningModule: the LLaMA of llama.py stays as it is, and
+"""LoRA (arXiv 2106.09685) as an ordinary LightningModule: the LLaMA of llama.py is frozen, and
 small matrices beside its linear layers are trained.
 
 Nothing in it knows of parallelism. A model of Hugging Face is tuned by hf.py.

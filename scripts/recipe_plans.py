@@ -4,7 +4,7 @@
     python scripts/recipe_plans.py
     # plan these anew, store them, and write the table
     python scripts/recipe_plans.py --write llama_8b vit_l16
-    # the table alone, from what is stored
+    # the table alone, from the stored plans
     python scripts/recipe_plans.py --write --no-planning
 
 Rows are stored by recipe in recipe_plans.json, so one recipe can be planned at a time. Without
@@ -39,8 +39,6 @@ DEVICES_PER_NODE = 8
 NODES = (1, 8)
 RECIPES = (
     "gpt_1_3b",
-    "gpt_15b",
-    "llama_125m",
     "llama_1b",
     "llama_8b",
     "llama_70b",

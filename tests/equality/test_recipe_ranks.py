@@ -17,7 +17,7 @@ QUICK = {
     ("deepseek", "microbatches"),
     ("vit", "data"),
     ("clip", "tensor"),
-    ("ddpm", "stages"),
+    ("ddpm", "zero3"),
 }
 # The contrastive loss is over all pairs of a rank: no plan splits them into micro-batches.
 REFUSED = {("clip", "microbatches")}
