@@ -125,12 +125,14 @@ def _texts(value: Any) -> tuple[str, ...]:
 
 
 def _parallel(value: Any) -> str | tuple[str, ...]:
+    """Return the option `parallel`, a name or several."""
     names = _texts(value)
     _require(set(names) <= set(PARALLEL_NAMES))
     return value if isinstance(value, str) else names
 
 
 def _mesh(value: Any) -> tuple[int, ...]:
+    """Return the option `logical_mesh`, one or two positive sizes."""
     _require(isinstance(value, Sequence))
     sizes = tuple(_integer(size, 1) for size in value)
     _require(1 <= len(sizes) <= 2)
@@ -138,6 +140,11 @@ def _mesh(value: Any) -> tuple[int, ...]:
 
 
 def _placements(value: Any) -> tuple[tuple[str, str], ...]:
+    """Return (pattern, placements) pairs of the option `placements`.
+
+    Raises:
+        OptionError: a placement is unknown.
+    """
     if value is None:
         return ()
 
@@ -178,6 +185,7 @@ def _ranks_of_text(text: str) -> list[int]:
 
 
 def _device_map(value: Any) -> tuple[tuple[str, tuple[int, ...]], ...]:
+    """Return (pattern, ranks) pairs of the option `device_map`."""
     if value is None:
         return ()
 
@@ -197,6 +205,7 @@ def _memory_limit(value: Any) -> float:
 
 
 def _stages(value: Any) -> tuple[str, ...]:
+    """Return the option `stages`, at least two names."""
     if value is None:
         return ()
 
@@ -209,6 +218,11 @@ def _stages(value: Any) -> tuple[str, ...]:
 
 
 def _schedule(value: Any) -> str:
+    """Return the name of a schedule, registered if it is a function or a `Schedule`.
+
+    Raises:
+        OptionError: the name is unknown.
+    """
     if isinstance(value, Schedule) or callable(value):
         return register_schedule(value).name
 
@@ -232,6 +246,11 @@ def _offload(value: Any) -> bool | tuple[str, ...] | None:
 
 
 def _costs(value: Any) -> "OpCosts":
+    """Return the cost model if it has the methods of `OpCosts`.
+
+    Raises:
+        OptionError: it lacks some.
+    """
     missing = []
     for name in ("op_seconds", "saved", "optimizer_seconds"):
         if not callable(getattr(value, name, None)):

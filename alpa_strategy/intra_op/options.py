@@ -524,7 +524,7 @@ def is_gather(source: DualLayout, target: DualLayout) -> bool:
 
 
 def gathers(sources: Sequence[DualLayout], targets: Sequence[DualLayout]) -> np.ndarray:
-    """Return [source, target] `is_gather`."""
+    """Return [source, target] whether some axis goes from a shard to the full value."""
     before = np.array([_is_sharded(layout) for layout in sources])
     after = np.array([_is_sharded(layout) for layout in targets])
     return (before[:, None] & ~after[None]).any(axis=2)

@@ -149,7 +149,11 @@ class PlacementWalk:
         return frozenset(self.step.ancestors({self.step.loss}))
 
     def states(self) -> States:
-        """Return the placements. Raises PlanError as `find_states` does."""
+        """Return the placements of all values.
+
+        Raises:
+            PlanError: the step's loss cannot be computed from micro-batches.
+        """
         # Each incomplete walk forces at least one more op, so this ends.
         is_complete = False
         while not is_complete:
