@@ -51,7 +51,7 @@ def compile_options(value: object) -> dict[str, Any] | None:
 
     Raises:
         OptionError: `value` is neither true, false, None nor a dict of arguments that
-            `torch.compile` accepts.
+            `torch.compile` accepts, or its mode records CUDA graphs.
     """
     if value is None or isinstance(value, bool):
         return {} if value else None

@@ -198,6 +198,8 @@ def parameter_options(
 ) -> ParameterOptions:
     """Return every combination of storage modes over the mesh axes, with seconds and bytes.
 
+    Combinations under which a device would have no shard are left out.
+
     Args:
         read: dtype in which the step uses the parameter.
         num_steps: of gradient accumulation; work that is done once per optimizer step is shared by

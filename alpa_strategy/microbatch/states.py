@@ -126,6 +126,9 @@ class PlacementWalk:
     """Chooses a strategy for every op of a step.
 
     Args:
+        step: the step of the full batch.
+        num_microbatches: into which the batch is split.
+        num_runs: equal runs of samples in the batch, one after the other. Each is split.
         independent: values that a prologue may compute, because they depend on no parameter.
     """
 

@@ -272,7 +272,7 @@ def _slice(
 def _split(
     call: OpCall, operands: tuple[TensorMeta, ...], results: tuple[TensorMeta, ...]
 ) -> dict[str, Any]:
-    """split and relatives along a dim of segments of rows, each of which is sharded."""
+    """Return the local split sizes of `split` and relatives along a sharded dim of segments."""
     bound = bind(call)
     local_size = operands[0].shape[bound["dim"]]
     full_size = call.operands[0].shape[bound["dim"]]
