@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from alpa_strategy.errors import OptionError, check_names
+from alpa_strategy.errors import OptionError, check_names, did_you_mean
 from alpa_strategy.schedules import SCHEDULES, Schedule, register_schedule
 
 if TYPE_CHECKING:
@@ -229,8 +229,9 @@ def _schedule(value: Any) -> str:
     known = {text.lower(): text for text in SCHEDULES}
     if not isinstance(value, str) or value.lower() not in known:
         names = ", ".join(SCHEDULES)
-        fix = f"use one of {names}, a function of your own, or None to have it solved"
-        raise OptionError(f"schedule={value!r} is not known", fix)
+        near = did_you_mean(str(value).lower(), known)
+        fix = f"{near} Use one of {names}, a function of your own, or None to have it solved"
+        raise OptionError(f"schedule={value!r} is not known", fix.lstrip())
     return known[value.lower()]
 
 
