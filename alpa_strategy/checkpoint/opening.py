@@ -334,6 +334,11 @@ class _Unpickler(pickle.Unpickler):
     """Accepts the classes of DCP's metadata, and no others."""
 
     def find_class(self, module: str, name: str) -> Any:
+        """Return a class or dtype that metadata of checkpoints names.
+
+        Raises:
+            pickle.UnpicklingError: it is another one, which could run code.
+        """
         if (module, name) in _CLASSES:
             return _CLASSES[module, name]
 
@@ -364,6 +369,7 @@ class RestrictedReader(dcp.FileSystemReader):
         self._sums = sums or {}
 
     def _slice_file(self, file: Any, sinfo: _StorageInfo) -> Any:
+        """Return an item's part of a file, whose checksum is verified."""
         # Torch has no checksums of its own.
         if self._sums:
             _check_sum(file, sinfo, self._sums)

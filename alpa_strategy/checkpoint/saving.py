@@ -406,11 +406,19 @@ class _Writer(dcp.FileSystemWriter):
             _unlock(self._staging)
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """Raise the error that making the checkpoint's other content has raised, on all ranks
+        together.
+        """
         if isinstance(self._rest, Exception):
             raise self._rest
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """On rank 0, make the locked staging folder before anything is written.
+
+        Raises:
+            CheckpointError: the target exists and is no checkpoint.
+        """
         _check_replaceable(self._target)
         _delete_abandoned(self._target.parent)
         _delete(self._staging)
@@ -419,6 +427,7 @@ class _Writer(dcp.FileSystemWriter):
         return super().prepare_global_plan(plans)
 
     def write_data(self, plan: SavePlan, planner: Any) -> Any:
+        """Write this rank's shards, and return a future of (result, checksum) of each of them."""
         # A shared file system may show rank 0's folder late.
         self._staging.mkdir(parents=True, exist_ok=True)
         written = super().write_data(plan, planner)
@@ -429,6 +438,7 @@ class _Writer(dcp.FileSystemWriter):
         return written.then(with_checksums)
 
     def _checksum(self, info: _StorageInfo) -> int:
+        """Return the checksum of a written item."""
         with (self._staging / info.relative_path).open("rb") as file:
             return opening.checksum(file, info)
 
@@ -499,6 +509,7 @@ def _delete_abandoned(folder: Path) -> None:
 
 
 def _unlock(staging: Path) -> None:
+    """Release the lock of a staging folder, if this process has it."""
     lock = _LOCKS.pop(staging, None)
     if lock is not None:
         os.close(lock)

@@ -42,6 +42,7 @@ class PerRank(DerivedTarget):
 
     @cached_property
     def _name(self) -> str:
+        """Return a name that is the same for equal ops in every process."""
         inner = self.inner
         text = f"{inner.target_name}{inner.args}{inner.kwargs}{self.mapped}"
         digest = hashlib.sha256(text.encode()).hexdigest()[:8]
@@ -114,4 +115,5 @@ def per_rank_call(inner: OpCall, mapped: tuple[bool, ...], num_ranks: int) -> Op
 
 
 def _with_ranks(meta: TensorMeta, num_ranks: int) -> TensorMeta:
+    """Return the tensor stacked over ranks, [ranks, ...]."""
     return meta.with_shape((num_ranks, *meta.shape))

@@ -227,6 +227,9 @@ class _Renamed(ast.NodeTransformer):
         self.bound: dict[str, str] = {}
 
     def visit_Name(self, node: ast.Name) -> ast.Name:
+        """Return the name as numbered by its kind: made here `t`, argument `a`, bound object
+        `g`.
+        """
         known = self._namespace.get(node.id)
         if node.id in self._made:
             names, letter = self._own, "t"

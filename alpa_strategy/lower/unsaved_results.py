@@ -1,4 +1,4 @@
-"""Ops whose results are made again, or fetched from host memory, for the backward of other ops."""
+"""Ops whose results are recomputed, or fetched from host memory, for the backward of other ops."""
 
 from collections.abc import Callable
 from typing import Any

@@ -52,6 +52,7 @@ class PlanStore:
         return f"{', '.join(fewest)} changed"
 
     def _load(self, path: Path) -> Plan | None:
+        """Return a stored plan; None, with one warning, if the file is damaged."""
         try:
             return Plan.load(path)
         except PlanError as error:
