@@ -23,7 +23,6 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
-from lightning.fabric.utilities.distributed import _set_num_threads_if_needed
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies.launchers.multiprocessing import _MultiProcessingLauncher
 from lightning.pytorch.trainer.call import _call_and_handle_interrupt
@@ -280,7 +279,10 @@ def _work(
     _prctl_pr_set_pdeathsig(signal.SIGKILL)
     strategy = launcher._strategy
     os.environ["LOCAL_RANK"] = str(rank)
-    _set_num_threads_if_needed(num_processes=strategy.num_processes)
+    # OpenMP's threads are not forked: a child that uses more than its own waits for them forever,
+    # if the notebook has computed anything with several.
+    os.environ["OMP_NUM_THREADS"] = "1"
+    torch.set_num_threads(1)
     # This process is a rank: it launches no others.
     strategy._launcher = None
     try:

@@ -20,6 +20,10 @@ from alpa_strategy import AlpaStrategy
 
 FOLDER = sys.argv[1]
 
+# Cells before have computed with several threads, which workers cannot have.
+torch.set_num_threads(2)
+assert (torch.ones(600, 600) @ torch.ones(600, 600)).sum() > 0
+
 
 class Line(lightning.LightningModule):
     """Fits a line. `fails_on`: the rank that raises an error; `dies_on`: that is killed."""
