@@ -19,8 +19,6 @@ QUICK = {
     ("clip", "tensor"),
     ("ddpm", "zero3"),
 }
-# The contrastive loss is over all pairs of a rank: no plan splits them into micro-batches.
-REFUSED = {("clip", "microbatches")}
 
 
 def train(name: str, strategy: dict[str, Any] | None, root: str) -> dict[str, Any]:
@@ -47,8 +45,7 @@ def cases() -> list[Any]:
     for name in RECIPE_PROGRAMS:
         for plan in PLANS:
             marks = () if (name, plan) in QUICK else pytest.mark.slow
-            if (name, plan) not in REFUSED:
-                pairs.append(pytest.param(name, plan, marks=marks))
+            pairs.append(pytest.param(name, plan, marks=marks))
     return pairs
 
 
