@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import tempfile
 import time
 from collections import Counter
 from pathlib import Path
@@ -106,6 +107,29 @@ def test_a_run_is_saved_and_resumed_bit_for_bit(pool, tmp_path: Path, plan: str)
     assert [name for name in result["kept"] if name != ".alpa"] == ["last.ckpt", "step=4.ckpt"]
     assert result["folders"] == (2 if plan in ("zero3", "pipeline") else 0)
     assert result["staged"] == []
+
+
+def train_on_nodes(root: str, options: dict[str, Any], steps: int, resumes: bool) -> Any:
+    """Train on ranks that share no folder but the bucket."""
+    node = f"{root}/node{os.environ['RANK']}"
+    os.makedirs(f"{node}/tmp", exist_ok=True)
+    tempfile.tempdir = f"{node}/tmp"
+    ckpt_path = "last" if resumes else None
+    _, _, recorded = fit(node, options, 2, steps, ckpt_path=ckpt_path, callbacks=[saving(root)])
+    left = [*os.listdir(f"{node}/tmp/alpa-checkpoints-{os.getuid()}")] if resumes else []
+    tempfile.tempdir = None
+    return recorded, left
+
+
+@pytest.mark.parametrize("plan", ["zero3", "pipeline"])
+def test_nodes_need_no_shared_folder(pool, tmp_path: Path, plan: str) -> None:
+    root, options = str(tmp_path), PLANS[plan]
+    expected, _ = pool.run(2, train_on_nodes, f"{root}/once", options, 6, False, timeout=200)[0]
+    pool.run(2, train_on_nodes, root, options, 4, False, timeout=200)
+    assert staged(f"{root}/node0") == staged(f"{root}/node1") == []
+    for steps, left in pool.run(2, train_on_nodes, root, options, 6, True, timeout=200):
+        assert_bitwise(steps, {number: expected[number] for number in (5, 6)})
+        assert left == []
 
 
 def save_one(root: str, name: str) -> None:
