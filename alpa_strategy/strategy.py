@@ -33,7 +33,7 @@ from alpa_strategy.comm.reshard import stacked
 from alpa_strategy.display.progress import Progress
 from alpa_strategy.errors import AlpaError, check_names
 from alpa_strategy.lightning import checks
-from alpa_strategy.lightning.checkpoint_paths import local_folder
+from alpa_strategy.lightning.checkpoint_paths import local_folder, path_or_url, plan_folder
 from alpa_strategy.lightning.checkpointing import Checkpoints
 from alpa_strategy.lightning.deferred_init import is_on_meta, move_real_tensors
 from alpa_strategy.lightning.full_parameters import check_backward
@@ -68,7 +68,7 @@ class AlpaStrategy(SavesPretrained, ParallelJob):
 
     Args:
         plan: a plan file to run; None: a stored plan that fits, or a new one.
-        plan_dir: folder of stored plans; None: `<default_root_dir>/.alpa/plans`.
+        plan_dir: folder of stored plans, or its URL; None: `<default_root_dir>/.alpa/plans`.
         cluster: costs to plan with: a YAML file, the name of one in configs/clusters, or a
             ClusterSpec; None: measured on the job's devices, once.
         parallel, logical_mesh, placements, device_map, solver, memory_limit, memory_fraction,
@@ -190,8 +190,8 @@ class AlpaStrategy(SavesPretrained, ParallelJob):
         self._compiled_in: Any = None
 
         plan, plan_dir, cluster = (values[name] for name in ("plan", "plan_dir", "cluster"))
-        self._plan_file = None if plan is None else Path(plan)
-        self._plan_dir = None if plan_dir is None else Path(plan_dir)
+        self._plan_file = None if plan is None else path_or_url(plan)
+        self._plan_dir = None if plan_dir is None else path_or_url(plan_dir)
         self._cluster = ClusterSpec.load(cluster) if isinstance(cluster, str | Path) else cluster
 
         self._compile = values["compile"]
@@ -294,7 +294,8 @@ class AlpaStrategy(SavesPretrained, ParallelJob):
             limits=self.limits,
             backend=self._backend,
             folder=folder,
-            plan_folder=self._plan_dir or folder / "plans",
+            plan_folder=plan_folder(self._plan_dir, folder),
+            plan_url=self._plan_dir if isinstance(self._plan_dir, str) else None,
             plan_file=self._plan_file,
             cluster=self._cluster,
             context=train_step_context,
