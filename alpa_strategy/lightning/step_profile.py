@@ -3,7 +3,7 @@
 The trace of all ranks is one file. Its summary is stored beside the plan, whose page has it.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -21,12 +21,21 @@ from alpa_strategy.lightning.checkpoint_paths import is_remote, local_folder
 from alpa_strategy.lightning.rank_consistency import StepConsensus
 from alpa_strategy.page.run_page import store_measured
 from alpa_strategy.profiling.chrome import write_trace
-from alpa_strategy.profiling.instruments import Instruments, Patch
-from alpa_strategy.profiling.ranges import COLLECTIVE, EVALUATION, MODULE, PHASE, STEP, Ranges
+from alpa_strategy.profiling.instruments import Instruments, Patch, listed
+from alpa_strategy.profiling.ranges import (
+    COLLECTIVE,
+    EVALUATION,
+    MODULE,
+    PHASE,
+    STEP,
+    UPDATE,
+    Ranges,
+)
 from alpa_strategy.profiling.rank_trace import slices_of
 from alpa_strategy.profiling.recorder import Recorder, clock_offset, gather_records
 from alpa_strategy.profiling.summary import profiled_steps
 from alpa_strategy.profiling.waiting import RankRecord, mark_waiting
+from alpa_strategy.runtime.step_by_bucket import StepByBucket
 
 if TYPE_CHECKING:
     from alpa_strategy.lightning.sharded_run import ShardedRun
@@ -86,7 +95,8 @@ class StepProfile:
         self._unwrap()
         events = recorder.stop()
         if run is not None:
-            self._report(run, slices_of(events, self._ranges.infos))
+            root = step_name(run.module)
+            self._report(run, slices_of(events, self._ranges.infos, root))
 
     def close(self) -> None:
         """Put the runtime's functions back, and drop what was recorded. No communication."""
@@ -112,7 +122,7 @@ class StepProfile:
             )
             return
         self._recorder = recorder
-        instruments = Instruments(self._ranges, f"{type(run.module).__name__}.training_step")
+        instruments = Instruments(self._ranges, step_name(run.module))
         patches = [*self._phases(instruments), *self._modules(instruments, run.module)]
         self._wrapped.enter_context(instruments.installed(patches))
 
@@ -176,6 +186,13 @@ class StepProfile:
                 return original(child, *args, **kwargs)
 
         yield nn.Module, "__call__", call
+        parameters = {id(parameter): name for name, parameter in module.named_parameters()}
+
+        def update(_: StepByBucket, updated: Sequence[nn.Parameter]) -> Any:
+            names = [parameters.get(id(parameter), "a parameter") for parameter in updated]
+            return ranges(f"update of {listed(names)}", UPDATE)
+
+        yield instruments.ranged(StepByBucket, "__call__", update)
         consensus = ("consensus of the ranks", COLLECTIVE)
         yield instruments.ranged(
             StepConsensus, "all_have", lambda *_, **__: ranges(*consensus, collective="consensus")
@@ -221,3 +238,8 @@ class StepProfile:
         if folder is None or is_remote(folder):
             return local_folder(trainer)
         return Path(folder)
+
+
+def step_name(module: nn.Module) -> str:
+    """Return the name of a LightningModule's own lines."""
+    return f"{type(module).__name__}.training_step"

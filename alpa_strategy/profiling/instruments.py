@@ -16,10 +16,11 @@ from alpa_strategy.capture.python_state import patched
 from alpa_strategy.comm.mesh import AxisComm, Pending
 from alpa_strategy.comm.reshard import Reshard
 from alpa_strategy.lower.lowered_step import LoweredStep
+from alpa_strategy.pipeline import step_programs
 from alpa_strategy.pipeline.executor import Pipeline
 from alpa_strategy.pipeline.stage_worker import ChannelEnd, StageWorker
 from alpa_strategy.profiling.programs import program_with_ranges
-from alpa_strategy.profiling.ranges import ACTION, COLLECTIVE, MESSAGE, WAIT, Ranges
+from alpa_strategy.profiling.ranges import ACTION, COLLECTIVE, MESSAGE, MODULE, WAIT, Ranges
 from alpa_strategy.runtime.gradients import Bucket
 from alpa_strategy.runtime.parameters import ParameterStore
 
@@ -112,6 +113,8 @@ class Instruments:
         yield self.ranged(Pipeline, "_sum_shared", lambda *_: self._ranges(*shared))
         results = ("results of the step to all ranks", MESSAGE)
         yield self.ranged(Pipeline, "_collect", lambda *_: self._ranges(*results))
+        # The loss of this rank, from that of all.
+        yield self.ranged(step_programs, "of_this_rank", lambda *_: self._ranges(self.root, MODULE))
 
     def ranged(
         self, owner: Any, name: str, make_range: Callable[..., AbstractContextManager[Any]]
@@ -141,9 +144,10 @@ class Instruments:
         def run(program: LoweredStep, *args: Any, **kwargs: Any) -> Any:
             key = id(program.function)
             if key not in self._programs:
-                self._programs[key] = program_with_ranges(program, self._ranges, self.root)
+                self._programs[key] = program_with_ranges(program, self._ranges)
             # Without micro-batches, nothing around it is an action.
-            with nullcontext() if self._in_action else self.action("F", 0, 0):
+            action = nullcontext() if self._in_action else self.action("F", 0, 0)
+            with action, self._ranges(self.root, MODULE):
                 return original(self._programs[key], *args, **kwargs)
 
         return run
@@ -219,7 +223,7 @@ class Instruments:
 
         @wraps(original)
         def run(store: ParameterStore, parts: Mapping[Any, Any]) -> Any:
-            with self._moving(_listed([store.name_of(parameter) for parameter in parts])):
+            with self._moving(listed([store.name_of(parameter) for parameter in parts])):
                 return original(store, parts)
 
         return ParameterStore, "start_gather", run
@@ -271,10 +275,10 @@ def _gradient_of(reshard: Reshard) -> str:
 
 
 def _gradients_of_bucket(bucket: Bucket) -> str:
-    return "gradients of " + _listed([sharded.name for sharded in bucket.parameters])
+    return "gradients of " + listed([sharded.name for sharded in bucket.parameters])
 
 
-def _listed(names: Sequence[str]) -> str:
+def listed(names: Sequence[str]) -> str:
     """Return the first name, and how many others there are."""
     if not names:
         return "nothing"

@@ -13,6 +13,7 @@ from alpa_strategy.profiling.ranges import (
     NAMED,
     PHASE,
     STEP,
+    UPDATE,
 )
 from alpa_strategy.profiling.rank_trace import ANNOTATION, OP, Slice
 
@@ -152,6 +153,8 @@ def _moment_in(each: Slice, outer: _Moment) -> _Moment:
         is_backward = each.details["action"] != "F"
         part = BACKWARD if is_backward else FORWARD
         return replace(outer, part=part, is_backward=is_backward)
+    if each.category == UPDATE:
+        return replace(outer, part=OPTIMIZER)
     if each.category == EVALUATION:
         return _Moment(EVALUATION)
     if each.category == PHASE:

@@ -19,15 +19,14 @@ _RANGE = "module_range"
 _INDENT = "    "
 
 
-def program_with_ranges(program: LoweredStep, ranges: Ranges, root: str) -> LoweredStep:
+def program_with_ranges(program: LoweredStep, ranges: Ranges) -> LoweredStep:
     """Return the same program, with a range around consecutive lines of a submodule.
 
     Args:
         program: of this device.
         ranges: makes the ranges.
-        root: name of the lines of the LightningModule's own step.
     """
-    source = source_with_ranges(program.source, program.modules, root)
+    source = source_with_ranges(program.source, program.modules)
 
     def module_range(name: str) -> Any:
         return ranges(name, MODULE)
@@ -38,18 +37,20 @@ def program_with_ranges(program: LoweredStep, ranges: Ranges, root: str) -> Lowe
     return replace(program, source=source, function=function)
 
 
-def source_with_ranges(source: str, modules: Sequence[str], root: str) -> str:
+def source_with_ranges(source: str, modules: Sequence[str]) -> str:
     """Return the text of a program with `with module_range(...):` around lines of a submodule.
 
     Args:
         source: a function's head, then one line per entry of `modules`.
         modules: path of the submodule of each line; "": the module's own step.
-        root: name of these lines.
     """
     head, *lines = source.rstrip("\n").split("\n")
     result = [head]
     numbered = zip(modules, lines, strict=True)
     for module, group in groupby(numbered, key=lambda pair: pair[0]):
-        result.append(f"{_INDENT}with {_RANGE}({module or root!r}):")
-        result += [_INDENT + line for _, line in group]
+        indent = ""
+        if module:
+            result.append(f"{_INDENT}with {_RANGE}({module!r}):")
+            indent = _INDENT
+        result += [indent + line for _, line in group]
     return "\n".join(result) + "\n"

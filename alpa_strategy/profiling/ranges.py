@@ -17,10 +17,12 @@ MODULE = "module"
 COLLECTIVE = "collective"
 # A message between stages, or of the batch to them.
 MESSAGE = "message"
+# An update of some parameters by their optimizer, while the backward runs.
+UPDATE = "update"
 EVALUATION = "evaluation"
 
-# Kinds whose names are the user's modules, collectives or messages.
-NAMED = frozenset({MODULE, COLLECTIVE, MESSAGE})
+# Kinds whose names are the user's modules and parameters, collectives or messages.
+NAMED = frozenset({MODULE, COLLECTIVE, MESSAGE, UPDATE})
 
 # Prefix of the range in which the host waits for a collective that was launched before.
 WAIT = "wait for "

@@ -41,12 +41,15 @@ class Slice:
     details: dict[str, Any] = field(default_factory=dict)
 
 
-def slices_of(torch_trace: Mapping[str, Any], infos: Mapping[str, RangeInfo]) -> list[Slice]:
+def slices_of(
+    torch_trace: Mapping[str, Any], infos: Mapping[str, RangeInfo], root: str = ""
+) -> list[Slice]:
     """Return the slices of a trace that torch's profiler has exported, nested on each track.
 
     Args:
         torch_trace: JSON data of `torch.profiler.profile.export_chrome_trace`.
         infos: what the names of ranges stand for.
+        root: name of nodes of the backward that are of no module: those of the loss.
     """
     base = int(torch_trace.get("baseTimeNanoseconds", 0))
     events = [event for event in torch_trace["traceEvents"] if event.get("ph") == "X"]
@@ -58,7 +61,7 @@ def slices_of(torch_trace: Mapping[str, Any], infos: Mapping[str, RangeInfo]) ->
         slices.append(_host_slice(event, base, threads[event["tid"]], infos))
     slices = nested(slices)
     # First, so that a module is around a node of the same length.
-    slices = nested([*_backward_modules(slices), *slices])
+    slices = nested([*_backward_modules(slices, root), *slices])
     modules = _modules_of_launches(slices)
     for event in device_events:
         slices.append(_device_slice(event, base, modules))
@@ -137,7 +140,7 @@ def with_parents(slices: Sequence[Slice]) -> Iterator[tuple[Slice, list[Slice]]]
         stack.append(each)
 
 
-def _backward_modules(slices: Sequence[Slice]) -> list[Slice]:
+def _backward_modules(slices: Sequence[Slice], root: str) -> list[Slice]:
     """Return a slice around consecutive nodes of the backward that are of one module.
 
     A node without a sequence number adds to a gradient: it is of the module of the node before it.
@@ -160,9 +163,11 @@ def _backward_modules(slices: Sequence[Slice]) -> list[Slice]:
         last, last_parent = growing.get(each.track, (None, None))
         module = modules.get(sequence, "") if sequence is not None else ""
         is_continued = last is not None and last_parent is parent
-        if not module and is_continued:
-            assert last is not None
-            module = last.name
+        if is_continued and last is not None:
+            # In between, autograd frees what the last node has used.
+            last.end = each.start
+        if not module:
+            module = last.name if last is not None and is_continued else root
         if is_continued and last is not None and last.name == module:
             last.end = each.end
         elif module:

@@ -1,6 +1,7 @@
 """Recorder: torch's profiler on one rank, and the exchange of what all ranks have recorded."""
 
 import json
+import os
 import pickle
 import platform
 import tempfile
@@ -26,6 +27,8 @@ class Recorder:
     """Torch's profiler between `start` and `stop`."""
 
     def __init__(self) -> None:
+        # Read when the profiler is loaded: it would print a line at each start and stop.
+        os.environ.setdefault("KINETO_LOG_LEVEL", "99")
         activities = [ProfilerActivity.CPU]
         if torch.cuda.is_available():
             activities.append(ProfilerActivity.CUDA)

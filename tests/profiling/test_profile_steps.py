@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -175,3 +177,11 @@ def test_compiled_steps_have_the_names_of_their_modules(pool, tmp_path: Path) ->
     pool.run(2, train, str(tmp_path), 2, {"compile": True}, timeout=400)
     modules = names_of(trace_in(tmp_path), "module")
     assert any(name.startswith("blocks.") for name in modules)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ["data", "tensor", "two stages", "compiled"])
+def test_most_time_of_a_captured_step_has_the_users_names(case: str) -> None:
+    """95 % of the tiny GPT recipe's step, on two ranks: the script prints the shares."""
+    script = Path(__file__).parents[2] / "scripts" / "profile_names.py"
+    subprocess.run([sys.executable, str(script), "--only", case], check=True, timeout=400)

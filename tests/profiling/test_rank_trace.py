@@ -43,7 +43,7 @@ def test_nodes_of_the_backward_get_the_module_of_their_forward() -> None:
     slices = slices_of({"traceEvents": events, "baseTimeNanoseconds": 5000}, infos)
     backward = [each for each in slices if each.details.get("backward")]
     found = [(each.name, each.start - 5000, each.end - 5000) for each in backward]
-    assert found == [("layers.1", 22_000, 33_000), ("layers.0", 34_000, 50_000)]
+    assert found == [("layers.1", 22_000, 34_000), ("layers.0", 34_000, 50_000)]
 
 
 def test_kernels_of_a_device_get_the_module_that_launched_them() -> None:
@@ -61,7 +61,7 @@ def test_kernels_of_a_device_get_the_module_that_launched_them() -> None:
 
 def test_programs_get_a_range_around_the_lines_of_a_module() -> None:
     source = "def step(a):\n    b = a\n    c = b\n    d = c\n    return (d, )\n"
-    with_ranges = source_with_ranges(source, ["x", "x", "y", ""], "Net.training_step")
+    with_ranges = source_with_ranges(source, ["x", "x", "y", ""])
     entered = []
 
     class Range:
@@ -75,7 +75,7 @@ def test_programs_get_a_range_around_the_lines_of_a_module() -> None:
     namespace: dict[str, Any] = {"module_range": Range}
     exec(with_ranges, namespace)
     assert namespace["step"](3) == (3,)
-    assert entered == ["x", "y", "Net.training_step"]
+    assert entered == ["x", "y"]
 
 
 KINDS = ["op", MODULE, COLLECTIVE, "message", PHASE]
