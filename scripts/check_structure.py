@@ -73,6 +73,7 @@ LAZY_FILES = {
     "lightning/planning.py": "the planner is imported where a plan is made, not for a stored one",
     "lightning/session.py": _FIRST_STEP,
     "lightning/step_effects.py": _FIRST_STEP,
+    "lightning/step_reports.py": "profiles and pages are made for those alone who want them",
 }
 # Who makes process groups and meshes of them: every other folder is passed them.
 GROUP_MAKERS = {
