@@ -43,6 +43,7 @@ from alpa_strategy.runtime.owner_step import OwnerStep
 from alpa_strategy.runtime.parameters import ParameterStore, unsharded_store
 from alpa_strategy.runtime.step_by_bucket import StepByBucket, can_step_in_parts
 from alpa_strategy.units import format_bytes
+from alpa_strategy.urls import is_url
 
 
 @dataclass(frozen=True)
@@ -181,9 +182,11 @@ class ShardedRun(ABC):
 
     @property
     def plan_path(self) -> Path:
-        """Path of the plan's file, or where it would be stored."""
-        stored = PlanStore(self._job.plan_folder).path(self.plan.fingerprint)
-        return self._job.plan_file or stored
+        """Path of the plan's file, or where it would be stored on this machine."""
+        plan_file = self._job.plan_file
+        if plan_file is not None and not is_url(plan_file):
+            return Path(plan_file)
+        return PlanStore(self._job.plan_folder).path(self.plan.fingerprint)
 
     def changed_parameters(self) -> str | None:
         """Return the change of the module's parameters that requires another plan, None if none."""
