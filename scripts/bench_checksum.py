@@ -70,7 +70,7 @@ def main() -> None:
             opening.checksum = read_sums(checksum)  # type: ignore[assignment]
             reading(
                 lambda: map_tensors(
-                    open_checkpoint(path), StoredTensor, lambda stored: stored.whole()
+                    open_checkpoint(path), StoredTensor, lambda stored: stored.full_tensor()
                 )
             )()
             rows.append([writing, write_sums, reading, read_sums])

@@ -57,7 +57,7 @@ def rank_main(rank: int, ranks: int, file: str, args: argparse.Namespace) -> Non
     """One rank of a job; the first prints the table."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=ranks)
-    axis = build_mesh((ranks,)).whole
+    axis = build_mesh((ranks,)).all_devices
     found: dict[str, list[tuple[float, list[float]]]] = {way: [] for way in WAYS}
     for _ in range(args.rounds):
         for name, way in WAYS.items():

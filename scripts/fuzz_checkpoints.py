@@ -125,7 +125,7 @@ def good_checkpoints(folder: Path) -> dict[str, Path]:
 
 
 def load_open(path: Path) -> Any:
-    return map_tensors(open_checkpoint(path), StoredTensor, lambda stored: stored.whole())[
+    return map_tensors(open_checkpoint(path), StoredTensor, lambda stored: stored.full_tensor())[
         "state_dict"
     ]
 

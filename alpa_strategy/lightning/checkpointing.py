@@ -168,8 +168,12 @@ class Checkpoints:
         # A hook before the first batch may look at optimizers' state, which then is whole until the
         # plan.
         is_edited_early = "state" in names_in(own_hooks(self._trainer.lightning_module, _EARLY))
-        for optimizer, own in zip(optimizers, stored, strict=True):
-            parts = (own.get("state"), own.get("param_groups")) if isinstance(own, dict) else ()
+        for optimizer, state_dict in zip(optimizers, stored, strict=True):
+            parts = (
+                (state_dict.get("state"), state_dict.get("param_groups"))
+                if isinstance(state_dict, dict)
+                else ()
+            )
             if not parts or not isinstance(parts[0], dict) or not isinstance(parts[1], list):
                 raise CheckpointError(
                     "the checkpoint's optimizer state is not that of a torch optimizer", ""
@@ -181,7 +185,7 @@ class Checkpoints:
                 raise CheckpointError(
                     "the checkpoint's optimizer state of a parameter has no entries", ""
                 )
-            optimizer.load_state_dict({**own, "state": {}})
+            optimizer.load_state_dict({**state_dict, "state": {}})
             self._optimizer_states[id(optimizer)] = parts[0]
             is_made = not any(
                 p.is_meta for group in optimizer.param_groups for p in group["params"]
@@ -208,7 +212,7 @@ class Checkpoints:
         Collective.
         """
         self._run = run
-        run.whole.before_gather = self.serve_hooks
+        run.full_parameters.before_gather = self.serve_hooks
         if optimizers and self._is_sharded(self._trainer.strategy.checkpoint_io):
             warn_of_uploads(self._trainer)
         self.restore_parameters(run.store)
@@ -373,7 +377,7 @@ class Checkpoints:
         """The checkpoint with full tensors, on rank 0. Collective where it has shards."""
 
         def full(shards: LocalShards) -> Tensor:
-            tensor = shards.whole()
+            tensor = shards.full_tensor()
             return tensor.cpu() if self._trainer.is_global_zero else torch.empty(0)
 
         return map_tensors(checkpoint, LocalShards, full)
@@ -396,12 +400,12 @@ class Checkpoints:
         """
         if self._trainer.state.fn != TrainerFn.FITTING or "loops" not in checkpoint:
             return
-        own = rank_state(
+        local_state = rank_state(
             self._trainer, self._run_state if self._run is None else self._run.state_dict()
         )
         # The group is its own while it writes.
         self._writer_now().wait()
-        put_states(checkpoint, all_gather_object(own, self._group), self._num_shares)
+        put_states(checkpoint, all_gather_object(local_state, self._group), self._num_shares)
 
     def _is_sharded(self, checkpoint_io: Any) -> bool:
         """Whether a checkpoint that is made now holds shards."""
@@ -488,32 +492,32 @@ def register_directory_loading() -> None:
             owner.pl_load = _reader(owner.pl_load, for_module=owner is saving)
 
 
-def _reader(own: Callable[..., Any], for_module: bool) -> Callable[..., Any]:
-    """`own`, that reads our directories as well, their tensors in memory.
+def _reader(read: Callable[..., Any], for_module: bool) -> Callable[..., Any]:
+    """`read`, that reads our directories as well, their tensors in memory.
 
     Args:
         for_module: optimizers' state may stay on disk, and whatever is read must be a module's
             checkpoint.
     """
 
-    @wraps(own)
+    @wraps(read)
     def load(path: Any, map_location: Any = None, weights_only: bool | None = None) -> Any:
         place = Path(path) if isinstance(path, str | Path) else None
         if place is None or not ((for_module and place.exists()) or is_checkpoint(place)):
-            return own(path, map_location, weights_only)
+            return read(path, map_location, weights_only)
         if not place.is_dir():
             with reading(place):
-                return checked(own(path, map_location, weights_only), place)
+                return checked(read(path, map_location, weights_only), place)
         device = map_location if isinstance(map_location, str | torch.device) else "cpu"
         checkpoint = open_checkpoint(path, weights_only)
-        kept = {
+        entries = {
             key: value
             for key, value in checkpoint.items()
             if not for_module or key != "optimizer_states"
         }
         return {
             **checkpoint,
-            **map_tensors(kept, StoredTensor, lambda stored: stored.whole().to(device)),
+            **map_tensors(entries, StoredTensor, lambda stored: stored.full_tensor().to(device)),
         }
 
     return load
