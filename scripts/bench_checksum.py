@@ -75,10 +75,10 @@ def main() -> None:
             )()
             rows.append([writing, write_sums, reading, read_sums])
             opening.checksum = checksum
-    for name, whole, sums in (("writing", 0, 1), ("reading", 2, 3)):
+    for name, total, sums in (("writing", 0, 1), ("reading", 2, 3)):
         for clock in ("wall", "processor"):
             seconds, of_sums = (
-                statistics.median(getattr(row[i], clock) for row in rows) for i in (whole, sums)
+                statistics.median(getattr(row[i], clock) for row in rows) for i in (total, sums)
             )
             share = f"{of_sums / seconds:.0%}"
             print(
