@@ -33,19 +33,19 @@ from alpa_strategy.comm.reshard import stacked
 from alpa_strategy.display.progress import Progress
 from alpa_strategy.errors import AlpaError, check_names
 from alpa_strategy.lightning import checks
-from alpa_strategy.lightning.checkpoint_paths import local_folder
+from alpa_strategy.lightning.checkpoint_paths import local_folder, path_or_url, plan_folder
 from alpa_strategy.lightning.checkpointing import Checkpoints
 from alpa_strategy.lightning.deferred_init import is_on_meta, move_real_tensors
 from alpa_strategy.lightning.full_parameters import check_backward
 from alpa_strategy.lightning.job import Job, compiled_by_user, options_of_run
 from alpa_strategy.lightning.loader_order import LoaderOrder
 from alpa_strategy.lightning.log_means import reduce_logged
-from alpa_strategy.lightning.logger_report import LoggerReport
 from alpa_strategy.lightning.master_weights import with_masters
 from alpa_strategy.lightning.parallel_job import ENDS, PAUSES, ParallelJob
 from alpa_strategy.lightning.pretrained import SavesPretrained
 from alpa_strategy.lightning.session import Session
 from alpa_strategy.lightning.step_effects import GLOBAL, REPLICAS
+from alpa_strategy.lightning.step_reports import StepReports
 from alpa_strategy.option_values import compile_options
 from alpa_strategy.options import (
     BUCKET_BYTES,
@@ -68,7 +68,7 @@ class AlpaStrategy(SavesPretrained, ParallelJob):
 
     Args:
         plan: a plan file to run; None: a stored plan that fits, or a new one.
-        plan_dir: folder of stored plans; None: `<default_root_dir>/.alpa/plans`.
+        plan_dir: folder of stored plans, or its URL; None: `<default_root_dir>/.alpa/plans`.
         cluster: costs to plan with: a YAML file, the name of one in configs/clusters, or a
             ClusterSpec; None: measured on the job's devices, once.
         parallel, logical_mesh, placements, device_map, solver, memory_limit, memory_fraction,
@@ -105,6 +105,8 @@ class AlpaStrategy(SavesPretrained, ParallelJob):
         verbose: print phases, the plan, and predicted against measured step time (on rank 0).
         log_plan: give the Trainer's loggers the plan as hyperparameters, and step seconds, samples
             per second, MFU and memory as metrics, all named `alpa/...`.
+        profile_steps: (first, last + 1) training steps, counted from 0, whose trace on all ranks is
+            written to the Trainer's `log_dir`.
 
     Raises:
         OptionError: an option is unknown or has a value that it cannot have.
@@ -147,6 +149,7 @@ class AlpaStrategy(SavesPretrained, ParallelJob):
         collective_timeout_seconds: float = 1800.0,
         verbose: bool = True,
         log_plan: bool = True,
+        profile_steps: tuple[int, int] | None = None,
         accelerator: pl.accelerators.Accelerator | None = None,
         parallel_devices: list[torch.device] | None = None,
         cluster_environment: Any = None,
@@ -169,7 +172,6 @@ class AlpaStrategy(SavesPretrained, ParallelJob):
         self._checkpoints = Checkpoints(checkpoint, async_checkpoint)
         self._loader_order = LoaderOrder()
         self._session = Session(self._job, self._checkpoints)
-        self._logger_report: LoggerReport | None = None
 
     def _read_options(self, values: Mapping[str, Any]) -> None:
         """Validate and store the options, `values` by name; see `__init__` for what is raised."""
@@ -186,12 +188,13 @@ class AlpaStrategy(SavesPretrained, ParallelJob):
 
         # Result of `submodule_options` for the job's devices, once these are known.
         self._submodules: tuple[int, PlanOptions] | None = None
+        self._reports = StepReports(self)
         # Dynamo's context, if the Trainer is given a module that `torch.compile` made.
         self._compiled_in: Any = None
 
         plan, plan_dir, cluster = (values[name] for name in ("plan", "plan_dir", "cluster"))
-        self._plan_file = None if plan is None else Path(plan)
-        self._plan_dir = None if plan_dir is None else Path(plan_dir)
+        self._plan_file = None if plan is None else path_or_url(plan)
+        self._plan_dir = None if plan_dir is None else path_or_url(plan_dir)
         self._cluster = ClusterSpec.load(cluster) if isinstance(cluster, str | Path) else cluster
 
         self._compile = values["compile"]
@@ -294,7 +297,8 @@ class AlpaStrategy(SavesPretrained, ParallelJob):
             limits=self.limits,
             backend=self._backend,
             folder=folder,
-            plan_folder=self._plan_dir or folder / "plans",
+            plan_folder=plan_folder(self._plan_dir, folder),
+            plan_url=self._plan_dir if isinstance(self._plan_dir, str) else None,
             plan_file=self._plan_file,
             cluster=self._cluster,
             context=train_step_context,
@@ -347,9 +351,7 @@ class AlpaStrategy(SavesPretrained, ParallelJob):
             if self.options.batch_scope == "global":
                 trainer._accelerator_connector.use_distributed_sampler = False
 
-        self._logger_report = None
-        if fitting and self.limits.log_plan and self.global_rank == 0:
-            self._logger_report = LoggerReport(trainer)
+        self._reports = StepReports(self, trainer if fitting else None)
 
         if is_on_meta(self._module):
             deferred_init.begin(self.root_device)
@@ -383,8 +385,7 @@ class AlpaStrategy(SavesPretrained, ParallelJob):
         """Plan on the first batch. It is the loader's, so no batch is lost and no random state is
         changed."""
         self._session.before_training_batch(self._module, self.optimizers, batch, batch_idx)
-        if self._logger_report is not None and self.run is not None:
-            self._logger_report.begin_batch(self.run)
+        self._reports.begin_batch(self.run)
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -449,6 +450,7 @@ class AlpaStrategy(SavesPretrained, ParallelJob):
         """Unshard the module and the optimizer, if they fit."""
         if self._signals is not None:
             self._signals.meet(ENDS)
+        self._reports.end(self.run)
         self._session.end_training()
 
     # Checkpoints
@@ -586,6 +588,7 @@ class AlpaStrategy(SavesPretrained, ParallelJob):
     def teardown(self) -> None:
         """End the run, after exceptions as well: without collectives."""
         self.stop_watching()
+        self._reports.close()
         self._session.close(self.interrupted)
         # In reverse order: the session's wrappers are around the same hooks.
         if not self.interrupted:

@@ -66,7 +66,9 @@ def main() -> None:
         for _ in range(arguments.rounds):
             writing, write_sums, reading, read_sums = (Clock() for _ in range(4))
             opening.checksum = write_sums(checksum)  # type: ignore[assignment]
-            writing(CheckpointWriter(None, True).save)({"state_dict": state}, path)
+            writing(CheckpointWriter(None, None, is_rank_zero=True).save)(
+                {"state_dict": state}, path
+            )
             opening.checksum = read_sums(checksum)  # type: ignore[assignment]
             reading(
                 lambda: map_tensors(

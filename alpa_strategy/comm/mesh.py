@@ -82,9 +82,13 @@ class AxisComm:
         index: this device's coordinate on it.
         group: process group of the axis, None for the default group (not used if `size` is 1).
         library: module with the collectives (see `select_backend`).
+        name: of the axis in traces.
     """
 
-    def __init__(self, size: int, index: int, group: Any, library: Any) -> None:
+    def __init__(
+        self, size: int, index: int, group: Any, library: Any, name: str = "all devices"
+    ) -> None:
+        self.name = name
         self.size = size
         self.index = index
         self.group = group
@@ -481,7 +485,8 @@ def _build_one(
             if members != ranks:
                 axis_group = _group_of(members, (shape, axis), group)
             if rank in members:
-                axes.append(AxisComm(size, members.index(rank), axis_group, library))
+                name = f"mesh axis {axis}"
+                axes.append(AxisComm(size, members.index(rank), axis_group, library, name))
     if rank not in ranks:
         return None
     coordinate = tuple(int(i) for i in np.unravel_index(ranks.index(rank), shape))

@@ -47,6 +47,7 @@ class Reshard:
         mesh: mesh of the tensor; all of its devices must call.
         sums_in_fp32: whether gradients in half precision are summed in float32.
         cast: dtype in which values are moved; gradients keep the dtype of their sum.
+        subject: name of the tensor in traces, such as a parameter's.
 
     Attributes:
         forward_steps, backward_steps: what is done in each direction.
@@ -62,7 +63,9 @@ class Reshard:
         mesh: MeshComm,
         sums_in_fp32: bool = False,
         cast: torch.dtype | None = None,
+        subject: str = "",
     ) -> None:
+        self.subject = subject
         self.src = src
         self.dst = dst
         self.shape = tuple(shape)

@@ -25,7 +25,8 @@ from alpa_strategy.hf.lazy_state import FileContents, LazyState, ParameterSource
 from alpa_strategy.hf.libraries import library
 from alpa_strategy.hf.model_files import copy_processing_files, write_model_card
 from alpa_strategy.hf.safetensors_file import Layout, create, layout_of, write_tensor
-from alpa_strategy.hf.uploads import is_url, local_copy, upload
+from alpa_strategy.hf.uploads import local_copy, upload
+from alpa_strategy.urls import is_url, local_path
 
 # Files of weights of at most this size, unless the user gives another.
 MAX_SHARD_SIZE = "5GB"
@@ -110,7 +111,7 @@ def save_pretrained(
     url = broadcast_object(str(folder) if is_url(folder) else None)
     if url is not None:
         folder = local_copy(url, upload_root or Path.cwd())
-    target = Path(broadcast_object(str(Path(folder).absolute())))
+    target = Path(broadcast_object(str(local_path(folder).absolute())))
     staging = target.parent / f".{target.name}.saving"
     with torch.no_grad(), torch.inference_mode(False):
         weights = _write_weights(model, staging, values, max_shard_size)

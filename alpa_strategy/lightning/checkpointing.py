@@ -26,8 +26,15 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from alpa_strategy.checkpoint import sharded_state_dict
+from alpa_strategy.checkpoint.downloading import release_downloads
 from alpa_strategy.checkpoint.on_demand import LazyEntryGather
-from alpa_strategy.checkpoint.opening import checked, is_checkpoint, open_checkpoint, reading
+from alpa_strategy.checkpoint.opening import (
+    checked,
+    is_checkpoint,
+    local_file,
+    open_checkpoint,
+    reading,
+)
 from alpa_strategy.checkpoint.owner_state import owner_state_to_write
 from alpa_strategy.checkpoint.saving import CheckpointWriter
 from alpa_strategy.checkpoint.tensors import LocalShards, StoredTensor, map_tensors
@@ -42,7 +49,8 @@ from alpa_strategy.comm.collectives import (
 from alpa_strategy.errors import CheckpointError, OptionError
 from alpa_strategy.lightning.checkpoint_paths import (
     check_checkpoint_paths,
-    is_remote,
+    find_last_at_urls,
+    local_folder,
     warn_of_uploads,
 )
 from alpa_strategy.lightning.checks import names_in, own_hooks
@@ -56,6 +64,7 @@ from alpa_strategy.lightning.dataloader_state import (
 )
 from alpa_strategy.lightning.run_plans import RunPlans, resumed_plans
 from alpa_strategy.runtime.parameters import ParameterStore, unsharded_store
+from alpa_strategy.urls import is_of_process, is_url, local_path
 
 FORMS = ("auto", "sharded", "single")
 MEET_SECONDS = 10.0
@@ -69,8 +78,8 @@ class Checkpoints:
     Args:
         form: `sharded`: all ranks write directories; `single`: rank 0 writes ordinary files through
             the CheckpointIO; `auto`: directories while parameters are sharded, ordinary files while
-            every rank has all of them (and on one device, for the user's own CheckpointIO and for
-            remote paths: those through the CheckpointIO).
+            every rank has all of them (and on one device, and for the user's own CheckpointIO:
+            those through the CheckpointIO). At URLs, only the user's own CheckpointIO is used.
         in_background: training goes on while a checkpoint is written.
     """
 
@@ -127,8 +136,11 @@ class Checkpoints:
         self, path: str | Path, weights_only: bool | None, checkpoint_io: Any
     ) -> dict[str, Any]:
         """The Lightning checkpoint at `path`, with tensors that are read when they are used."""
-        if is_checkpoint(path) or (_is_torchs(checkpoint_io) and not is_remote(path)):
-            checkpoint = open_checkpoint(path, weights_only)
+        if self._writer is not None:
+            # It may be this checkpoint that is being written.
+            self._writer.wait()
+        if self._is_opened_here(path, checkpoint_io):
+            checkpoint = self._open_together(path, weights_only)
         else:
             checkpoint = checkpoint_io.load_checkpoint(path, weights_only=weights_only)
         if self._trainer.state.fn == TrainerFn.FITTING:
@@ -136,6 +148,34 @@ class Checkpoints:
                 self._resume = take_up(checkpoint, rank_in(None), world_size(), self._num_shares)
                 self.plans = resumed_plans(self.resumed)
         return checkpoint
+
+    def _open_together(self, path: str | Path, weights_only: bool | None) -> dict[str, Any]:
+        """Open a checkpoint on all ranks: one that is done may delete what its node has downloaded.
+
+        Collective, if it is at a URL.
+        """
+        if not is_url(path):
+            return open_checkpoint(path, weights_only)
+
+        def open_existing() -> dict[str, Any] | None:
+            try:
+                return open_checkpoint(path, weights_only)
+            except FileNotFoundError:
+                return None
+
+        checkpoint, are_open = on_all_ranks(open_existing, lambda result: result is not None)
+        if checkpoint is None or not all(are_open):
+            raise FileNotFoundError(f"Checkpoint file not found: {path}")
+        return checkpoint
+
+    def _is_opened_here(self, path: str | Path, checkpoint_io: Any) -> bool:
+        """Whether this package reads the checkpoint, not the CheckpointIO."""
+        if not is_url(path):
+            return _is_torchs(checkpoint_io) or is_checkpoint(path)
+        if not _is_torchs(checkpoint_io) and self._form != "sharded":
+            return False
+        # Lightning trusts the ordinary files of web servers (`lightning.fabric`'s `_load`).
+        return not str(path).startswith("http") or is_checkpoint(path)
 
     def load_model(self, module: Any, state_dict: Mapping[str, Tensor], strict: bool) -> None:
         """Read parameters and buffers into the module; those that are still on the meta device when
@@ -218,6 +258,7 @@ class Checkpoints:
         self.restore_parameters(run.store)
         for optimizer in optimizers:
             self._restore_optimizer(optimizer)
+        release_downloads()
         run.load_state_dict(self.resumed)
 
     def restore_parameters(self, store: ParameterStore) -> None:
@@ -365,9 +406,13 @@ class Checkpoints:
             return
         if storage_options is not None:
             raise CheckpointError(
-                "storage_options mean nothing for checkpoints in local folders", "leave them out"
+                "storage_options mean nothing for checkpoints of this strategy",
+                "leave them out; fsspec reads those of URLs from environment variables and from its"
+                " own configuration files",
             )
         in_background = self._in_background or isinstance(checkpoint_io, AsyncCheckpointIO)
+        if is_url(path):
+            in_background = self._is_training and not _is_of_ending_job(path)
         if self._is_sharded(checkpoint_io):
             self._writer_now().save(checkpoint, path, in_background, self._on_demand)
         else:
@@ -382,9 +427,15 @@ class Checkpoints:
 
         return map_tensors(checkpoint, LocalShards, full)
 
+    @property
+    def _is_training(self) -> bool:
+        """Whether a fit is running, whose end waits for what is written in the background."""
+        state = self._trainer.state
+        return state.fn == TrainerFn.FITTING and state.status == TrainerStatus.RUNNING
+
     def check_paths(self) -> None:
-        """CheckpointError where directories were asked for, and would go to a URL."""
-        check_checkpoint_paths(self._trainer, self._form == "sharded")
+        """Check the folders of checkpoints, as of `check_checkpoint_paths`."""
+        check_checkpoint_paths(self._trainer, self._form == "sharded" and world_size() > 1)
 
     def remove(self, path: str | Path, checkpoint_io: Any) -> None:
         """Remove a checkpoint of either form."""
@@ -403,9 +454,8 @@ class Checkpoints:
         local_state = rank_state(
             self._trainer, self._run_state if self._run is None else self._run.state_dict()
         )
-        # The group is its own while it writes.
-        self._writer_now().wait()
-        put_states(checkpoint, all_gather_object(local_state, self._group), self._num_shares)
+        states = all_gather_object(local_state, cpu_group("checkpoint states"))
+        put_states(checkpoint, states, self._num_shares)
 
     def _is_sharded(self, checkpoint_io: Any) -> bool:
         """Whether a checkpoint that is made now holds shards."""
@@ -416,8 +466,13 @@ class Checkpoints:
 
     def _writes_through(self, checkpoint_io: Any, path: str | Path) -> bool:
         """Whether the CheckpointIO writes and removes, not this package's writer."""
+        if is_of_process(path) and world_size() > 1:
+            # Other ranks' shards would be in the memory of these.
+            return True
+        if is_url(path) and _is_torchs(checkpoint_io):
+            return False
         if self._form == "auto":
-            return world_size() == 1 or not _is_torchs(checkpoint_io) or is_remote(path)
+            return world_size() == 1 or not _is_torchs(checkpoint_io)
         return self._form == "single"
 
     def _writer_now(self) -> CheckpointWriter:
@@ -425,7 +480,13 @@ class Checkpoints:
         group = cpu_group("checkpoints")
         if self._writer is None or self._group is not group:
             self._group = group
-            self._writer = CheckpointWriter(self._group, self._trainer.is_global_zero)
+            staging_root = local_folder(self._trainer) / ".alpa" / "staging"
+            self._writer = CheckpointWriter(
+                self._group,
+                cpu_group("checkpoint states"),
+                self._trainer.is_global_zero,
+                staging_root.absolute(),
+            )
         return self._writer
 
     def _is_left_alone(self) -> bool:
@@ -463,6 +524,7 @@ class Checkpoints:
         """Wait for what is written in the background; after an exception only for a while. Raises
         what failed.
         """
+        release_downloads()
         if self._writer is None:
             return
         if not interrupted:
@@ -472,6 +534,11 @@ class Checkpoints:
             self._writer.wait(CLOSING_SECONDS)
         except CheckpointError as error:
             rank_zero_warn(f"alpa: {error}")
+        if self._writer.is_busy:
+            rank_zero_warn(
+                "alpa: a checkpoint is still being written or uploaded, and is lost if the process"
+                " ends now; the one before it stays. Staged files are in .alpa/staging"
+            )
         self._run = None
 
 
@@ -482,10 +549,16 @@ def _is_torchs(checkpoint_io: Any) -> bool:
     return checkpoint_io is None or type(checkpoint_io) is TorchCheckpointIO
 
 
+def _is_of_ending_job(path: str | Path) -> bool:
+    """Whether SLURM is about to end the job, and the checkpoint is for the next one."""
+    return str(path).rpartition("/")[2].startswith("hpc_ckpt_")
+
+
 def register_directory_loading() -> None:
     """Wrap Lightning's readers, unless they are wrapped already: `load_from_checkpoint`'s, and
     other strategies'.
     """
+    find_last_at_urls()
     readers: tuple[Any, ...] = (saving, torch_io)
     for owner in readers:
         if not hasattr(owner.pl_load, "__wrapped__"):
@@ -502,12 +575,11 @@ def _reader(read: Callable[..., Any], for_module: bool) -> Callable[..., Any]:
 
     @wraps(read)
     def load(path: Any, map_location: Any = None, weights_only: bool | None = None) -> Any:
-        place = Path(path) if isinstance(path, str | Path) else None
-        if place is None or not ((for_module and place.exists()) or is_checkpoint(place)):
+        if not isinstance(path, str | Path):
             return read(path, map_location, weights_only)
-        if not place.is_dir():
-            with reading(place):
-                return checked(read(path, map_location, weights_only), place)
+        is_folder = for_module and not is_url(path) and local_path(path).is_dir()
+        if not is_folder and not is_checkpoint(path):
+            return _load_file(read, path, map_location, weights_only, for_module)
         device = map_location if isinstance(map_location, str | torch.device) else "cpu"
         checkpoint = open_checkpoint(path, weights_only)
         entries = {
@@ -521,3 +593,23 @@ def _reader(read: Callable[..., Any], for_module: bool) -> Callable[..., Any]:
         }
 
     return load
+
+
+def _load_file(
+    read: Callable[..., Any],
+    path: str | Path,
+    map_location: Any,
+    weights_only: bool | None,
+    for_module: bool,
+) -> Any:
+    """Read an ordinary file with Lightning's reader `read`; a node downloads one at a URL once."""
+    if is_url(path):
+        if str(path).startswith("http"):
+            return read(path, map_location, weights_only)
+        with local_file(str(path)) as file, reading(str(path)):
+            return read(file, map_location, weights_only)
+    place = local_path(path)
+    if not for_module or not place.exists():
+        return read(path, map_location, weights_only)
+    with reading(place):
+        return checked(read(path, map_location, weights_only), place)

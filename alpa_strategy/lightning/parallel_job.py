@@ -38,7 +38,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from typing_extensions import override
 
 from alpa_strategy.capture.python_state import patched
-from alpa_strategy.checkpoint.saving import discard_unfinished
+from alpa_strategy.checkpoint.names import discard_unfinished
 from alpa_strategy.comm.collectives import Background, all_gather_object, any_rank, check_groups
 from alpa_strategy.comm.failure import FailureWatch, fresh_store, job_store
 from alpa_strategy.errors import AlpaError, RuntimeMismatchError

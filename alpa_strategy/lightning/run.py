@@ -478,6 +478,7 @@ class Run(ShardedRun):
             # Single starts are the host's; both ends were waited for.
             if self._job.device.type == "cuda":
                 seconds = (starts[-1] - starts[0]) / (len(starts) - 1)
+            self.measured_step_seconds = seconds
             predicted = self._predicted()
             self._job.progress.say(measured_line(predicted, seconds))
 

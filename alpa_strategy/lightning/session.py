@@ -20,12 +20,13 @@ from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor
 from torch.optim import Optimizer
 
-from alpa_strategy.comm.collectives import any_rank, world_size
+from alpa_strategy.comm.collectives import any_rank, rank_in, world_size
 from alpa_strategy.errors import AlpaError, CaptureError, FailedCheckError
 from alpa_strategy.lightning.checkpointing import Checkpoints
 from alpa_strategy.lightning.deferred_init import DeferredInit, stays_sharded
 from alpa_strategy.lightning.evaluation_loop import EvaluationLoop
 from alpa_strategy.lightning.job import Job, device_limit
+from alpa_strategy.lightning.out_of_memory import is_out_of_memory, memory_note, memory_of
 from alpa_strategy.loading import without_collections
 
 if TYPE_CHECKING:
@@ -380,7 +381,11 @@ class Session:
         return nullcontext() if self.run is None else self.run.full_parameters.suspended()
 
     def explain(self, error: BaseException) -> None:
-        """Add a note to an error about shapes, if parameters are sharded."""
+        """Add a note to an error of memory, and to one about shapes if parameters are sharded."""
+        if is_out_of_memory(error):
+            memory = memory_of(self._make_job().device)
+            error.add_note(memory_note(self.plan, rank_in(None), memory))
+            return
         if not isinstance(error, RuntimeError | ValueError | IndexError):
             return
         if (

@@ -10,6 +10,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import compress
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -36,6 +37,7 @@ from alpa_strategy.lightning.rank_consistency import ParameterChangeDetector, to
 from alpa_strategy.lightning.step_effects import MetricStates
 from alpa_strategy.pipeline.step_programs import PlanRuntime
 from alpa_strategy.planner.optimizer_reads import reads_of_all
+from alpa_strategy.planner.plan_store import PlanStore
 from alpa_strategy.runtime.eager_fully_shard import EagerFullyShard
 from alpa_strategy.runtime.owner_step import OwnerStep
 from alpa_strategy.runtime.parameters import ParameterStore, unsharded_store
@@ -78,6 +80,9 @@ class ShardedRun(ABC):
 
     # Samples of a step of all devices that run it together; None: not known.
     samples_per_step: int | None = None
+
+    # Median seconds of a step; None: not measured yet.
+    measured_step_seconds: float | None = None
 
     # Seconds of a step's products if these devices were always at their peak; None: not known.
     seconds_at_peak: float | None = None
@@ -168,6 +173,17 @@ class ShardedRun(ABC):
             "plans": [other for other in plans if other != plan],
             "planned_batch": self._job.plans.planned_batch,
         }
+
+    @property
+    def group(self) -> Any:
+        """The ranks that run a step together; None: all."""
+        return self._job.group
+
+    @property
+    def plan_path(self) -> Path:
+        """Path of the plan's file, or where it would be stored."""
+        stored = PlanStore(self._job.plan_folder).path(self.plan.fingerprint)
+        return self._job.plan_file or stored
 
     def changed_parameters(self) -> str | None:
         """Return the change of the module's parameters that requires another plan, None if none."""

@@ -25,6 +25,8 @@ class LoweredStep:
     passed_on: tuple[int, ...] = ()
     # whether a device reads buffers of other ranks, which are then to be equal on all ranks
     reads_others_buffers: bool = False
+    # path of the submodule for each line of `source` after the first, for traces
+    modules: tuple[str, ...] = ()
 
     def __call__(
         self,

@@ -325,7 +325,9 @@ class ProgramWriter:
             return False
         value = op.operands[product.rows]
         layout = self.operand_layout(op, product.rows)
-        into = Reshard(self.layouts[value], layout, self.step.values[value].shape, self.mesh)
+        shape = self.step.values[value].shape
+        subject = self.step.name_of(value)
+        into = Reshard(self.layouts[value], layout, shape, self.mesh, subject=subject)
         # Gradients of all ops that read the input in this layout are summed at once.
         readers = []
         for index, position in self.step.consumers[value]:
@@ -454,7 +456,8 @@ class ProgramWriter:
             return None
 
         source = self.result_layout(op, 0)
-        reshard = Reshard(source, targets.pop(), meta.shape, self.mesh)
+        subject = self.step.name_of(value)
+        reshard = Reshard(source, targets.pop(), meta.shape, self.mesh, subject=subject)
         if len(reshard.value_sums) != 1:
             return None
         sizes = value_layout(source).local_shape(meta.shape, self.mesh.shape, self.mesh.coordinate)
@@ -500,7 +503,8 @@ class ProgramWriter:
         name = f"v{value}_{num_copies}"
         function = f"reshard_{name}"
         sums_in_fp32 = value in self.summed_in_fp32
-        reshard = Reshard(source, target, meta.shape, self.mesh, sums_in_fp32, cast)
+        subject = self.step.name_of(value)
+        reshard = Reshard(source, target, meta.shape, self.mesh, sums_in_fp32, cast, subject)
         if reshard.is_idle:
             return variable
         self.namespace[function] = reshard
@@ -562,6 +566,7 @@ class ProgramWriter:
             reads_others_buffers(
                 self.step, self.stage.strategies, self.layouts, self.copies, self.mesh.shape
             ),
+            tuple(line.module for line in body),
         )
 
     def _write_return(self) -> None:

@@ -118,7 +118,10 @@ class Compiler:
         namespace[name] = self.segments[key]
         arguments = tuple(renamed.arguments)
         code = f"{', '.join(results)}, = {name}({', '.join(arguments)})" if results else f"{name}()"
-        return Line(code, results, arguments, f"{len(lines)} ops compiled, from {lines[0].note}")
+        note = f"{len(lines)} ops compiled, from {lines[0].note}"
+        modules = list(dict.fromkeys(line.module for line in lines if line.module))
+        module = " to ".join(dict.fromkeys([modules[0], modules[-1]])) if modules else ""
+        return Line(code, results, arguments, note, module)
 
 
 def segment_options(options: Mapping[str, Any]) -> dict[str, Any]:

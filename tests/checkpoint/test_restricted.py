@@ -116,7 +116,7 @@ def test_damaged_metadata_is_an_error_of_ours(folder):
 
 def saved(path: Path) -> Path:
     w = LocalShards((3, 4), torch.float32, [Chunk((0, 0), torch.ones(3, 4))])
-    CheckpointWriter(None, is_rank_zero=True).save({"state_dict": {"w": w}, "epoch": 1}, path)
+    CheckpointWriter(None, None, is_rank_zero=True).save({"state_dict": {"w": w}, "epoch": 1}, path)
     return path
 
 

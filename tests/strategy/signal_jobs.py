@@ -161,7 +161,7 @@ def stop_when_planning(root: str) -> None:
 
 def stop_when_saving(root: str) -> None:
     """Every rank stops in the middle of writing its part, between two collectives of DCP."""
-    from alpa_strategy.checkpoint.saving import _Writer
+    from alpa_strategy.checkpoint.directory import _Writer
 
     write_data = _Writer.write_data
 
