@@ -507,12 +507,12 @@ class AlpaStrategy(SavesPretrained, ParallelJob):
     def whole_parameters(self) -> AbstractContextManager[None]:
         """Context in which the module's parameters are full, for user code; changes persist.
         Collective on entry."""
-        return nullcontext() if self.run is None else self.run.whole.entered()
+        return nullcontext() if self.run is None else self.run.full_parameters.entered()
 
     @property
     def is_whole(self) -> bool:
         """Whether the module has its full parameters now."""
-        return self.run is None or self.run.whole.is_active
+        return self.run is None or self.run.full_parameters.is_active
 
     @property
     @override

@@ -198,8 +198,12 @@ class Checkpoints:
         # A hook before the first batch may look at optimizers' state, which then is whole until the
         # plan.
         is_edited_early = "state" in names_in(own_hooks(self._trainer.lightning_module, _EARLY))
-        for optimizer, own in zip(optimizers, stored, strict=True):
-            parts = (own.get("state"), own.get("param_groups")) if isinstance(own, dict) else ()
+        for optimizer, state_dict in zip(optimizers, stored, strict=True):
+            parts = (
+                (state_dict.get("state"), state_dict.get("param_groups"))
+                if isinstance(state_dict, dict)
+                else ()
+            )
             if not parts or not isinstance(parts[0], dict) or not isinstance(parts[1], list):
                 raise CheckpointError(
                     "the checkpoint's optimizer state is not that of a torch optimizer", ""
@@ -211,7 +215,7 @@ class Checkpoints:
                 raise CheckpointError(
                     "the checkpoint's optimizer state of a parameter has no entries", ""
                 )
-            optimizer.load_state_dict({**own, "state": {}})
+            optimizer.load_state_dict({**state_dict, "state": {}})
             self._optimizer_states[id(optimizer)] = parts[0]
             is_made = not any(
                 p.is_meta for group in optimizer.param_groups for p in group["params"]
@@ -238,7 +242,7 @@ class Checkpoints:
         Collective.
         """
         self._run = run
-        run.whole.before_gather = self.serve_hooks
+        run.full_parameters.before_gather = self.serve_hooks
         if optimizers and self._is_sharded(self._trainer.strategy.checkpoint_io):
             warn_of_uploads(self._trainer)
         self.restore_parameters(run.store)
@@ -408,7 +412,7 @@ class Checkpoints:
         """The checkpoint with full tensors, on rank 0. Collective where it has shards."""
 
         def full(shards: LocalShards) -> Tensor:
-            tensor = shards.whole()
+            tensor = shards.full_tensor()
             return tensor.cpu() if self._trainer.is_global_zero else torch.empty(0)
 
         return map_tensors(checkpoint, LocalShards, full)
@@ -437,10 +441,10 @@ class Checkpoints:
         """
         if self._trainer.state.fn != TrainerFn.FITTING or "loops" not in checkpoint:
             return
-        own = rank_state(
+        local_state = rank_state(
             self._trainer, self._run_state if self._run is None else self._run.state_dict()
         )
-        states = all_gather_object(own, cpu_group("checkpoint states"))
+        states = all_gather_object(local_state, cpu_group("checkpoint states"))
         put_states(checkpoint, states, self._num_shares)
 
     def _is_sharded(self, checkpoint_io: Any) -> bool:

@@ -37,51 +37,51 @@ def register_directory_loading() -> None:
             owner.pl_load = _reader(owner.pl_load, for_module=owner is saving)
 
 
-def _reader(own: Callable[..., Any], for_module: bool) -> Callable[..., Any]:
-    """`own`, that reads our directories as well, their tensors in memory.
+def _reader(read: Callable[..., Any], for_module: bool) -> Callable[..., Any]:
+    """`read`, that reads our directories as well, their tensors in memory.
 
     Args:
         for_module: optimizers' state may stay on disk, and whatever is read must be a module's
             checkpoint.
     """
 
-    @wraps(own)
+    @wraps(read)
     def load(path: Any, map_location: Any = None, weights_only: bool | None = None) -> Any:
         if not isinstance(path, str | Path):
-            return own(path, map_location, weights_only)
+            return read(path, map_location, weights_only)
         is_folder = for_module and not is_url(path) and local_path(path).is_dir()
         if not is_folder and not is_checkpoint(path):
-            return _load_file(own, path, map_location, weights_only, for_module)
+            return _load_file(read, path, map_location, weights_only, for_module)
         device = map_location if isinstance(map_location, str | torch.device) else "cpu"
         checkpoint = open_checkpoint(path, weights_only)
-        kept = {
+        entries = {
             key: value
             for key, value in checkpoint.items()
             if not for_module or key != "optimizer_states"
         }
         return {
             **checkpoint,
-            **map_tensors(kept, StoredTensor, lambda stored: stored.whole().to(device)),
+            **map_tensors(entries, StoredTensor, lambda stored: stored.full_tensor().to(device)),
         }
 
     return load
 
 
 def _load_file(
-    own: Callable[..., Any],
+    read: Callable[..., Any],
     path: str | Path,
     map_location: Any,
     weights_only: bool | None,
     for_module: bool,
 ) -> Any:
-    """Read an ordinary file with Lightning's reader `own`; a node downloads one at a URL once."""
+    """Read an ordinary file with Lightning's reader `read`; a node downloads one at a URL once."""
     if is_url(path):
         if str(path).startswith("http"):
-            return own(path, map_location, weights_only)
+            return read(path, map_location, weights_only)
         with local_file(str(path)) as file, reading(str(path)):
-            return own(file, map_location, weights_only)
+            return read(file, map_location, weights_only)
     place = local_path(path)
     if not for_module or not place.exists():
-        return own(path, map_location, weights_only)
+        return read(path, map_location, weights_only)
     with reading(place):
-        return checked(own(path, map_location, weights_only), place)
+        return checked(read(path, map_location, weights_only), place)
