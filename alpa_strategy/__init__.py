@@ -107,6 +107,9 @@ def _register() -> None:
     if "alpa" not in StrategyRegistry:
         about = "Solved shardings: plans how the module is parallelised"
         StrategyRegistry.register("alpa", strategy.AlpaStrategy, description=about)
+        StrategyRegistry.register(
+            "alpa_notebook", strategy.AlpaStrategy, description=about, start_method="fork"
+        )
     if "alpa" not in FABRIC_REGISTRY:
         FABRIC_REGISTRY.register("alpa", NoFabric, description="Only for the Trainer")
 
