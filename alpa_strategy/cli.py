@@ -55,6 +55,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Return the parsed command line; `argv` is `sys.argv[1:]` if it is None. Exits with a message
+    if an
+    argument is unknown.
+    """
     parser = _parser()
     arguments, rest = parser.parse_known_args(argv)
     # argparse ends a list of positionals at the first option: `alpa plan R --cluster C key=value`
@@ -74,6 +78,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _parser() -> argparse.ArgumentParser:
+    """Return the parser of `alpa`. Each subcommand sets `run`, which takes the parsed arguments."""
     parser = argparse.ArgumentParser(
         prog="alpa",
         description='Automatic parallelism for PyTorch Lightning: Trainer(strategy="alpa").',
@@ -160,6 +165,7 @@ def _add_recipe_arguments(
 
 
 def _add_ops_arguments(ops: argparse.ArgumentParser) -> None:
+    """Add the arguments of `alpa ops`."""
     ops.add_argument(
         "pattern",
         nargs="?",
@@ -171,6 +177,7 @@ def _add_ops_arguments(ops: argparse.ArgumentParser) -> None:
 
 
 def _add_export_arguments(export: argparse.ArgumentParser) -> None:
+    """Add the arguments of `alpa export`."""
     export.add_argument(
         "checkpoint",
         metavar="CKPT",
@@ -199,11 +206,13 @@ def _add_export_arguments(export: argparse.ArgumentParser) -> None:
 
 
 def _overrides_help(example: str, keys: Sequence[str]) -> str:
+    """Return the help of `key=value` arguments."""
     sections = [f"{key}." for key in keys if key != "seed"]
     return f"for example {example}; a key is seed, or begins with {', '.join(sections)}"
 
 
 def _train(arguments: argparse.Namespace) -> int:
+    """Train a recipe, print its last metrics, and return the exit code."""
     # Lightning 2.6 uses a deprecated class of PyTorch 2.13; users cannot do anything about it.
     warnings.filterwarnings("ignore", message=".*isinstance.treespec, LeafSpec.*")
     recipe = load_recipe(arguments.recipe, arguments.overrides)
@@ -227,6 +236,12 @@ def _train(arguments: argparse.Namespace) -> int:
 
 
 def _export(arguments: argparse.Namespace) -> int:
+    """Export a checkpoint, print the path and size of the result, and return the exit code.
+
+    Raises:
+        OptionError: both kinds of target are given, or none.
+        CheckpointError: the checkpoint is missing or damaged.
+    """
     if (arguments.output is None) == (arguments.hf is None):
         raise OptionError(
             "alpa export needs one place to write to", "alpa export CKPT OUT.ckpt, or CKPT --hf DIR"
@@ -246,6 +261,7 @@ def _export(arguments: argparse.Namespace) -> int:
 
 
 def _export_to_folder(arguments: argparse.Namespace) -> Path | str:
+    """Export a checkpoint into a folder of Hugging Face's format, and return its path."""
     # transformers is optional.
     from alpa_strategy.hf.export import export_pretrained
 
@@ -259,6 +275,7 @@ def _export_to_folder(arguments: argparse.Namespace) -> Path | str:
 
 
 def _ops(arguments: argparse.Namespace) -> int:
+    """Print the rules of ops whose names match a pattern, and return the exit code."""
     rows = op_rows(arguments.pattern)
     if arguments.json:
         print(json.dumps(op_data(rows), indent=1))

@@ -148,6 +148,16 @@ def is_possible(path: Path) -> bool:
 
 
 def _text(path: Path, max_bytes: int) -> str:
+    """Return the content of a text file.
+
+    Args:
+        path: the file.
+        max_bytes: larger files are refused.
+
+    Raises:
+        BadFileError: it is no ordinary file, too large, or not UTF-8.
+        OSError: it cannot be read.
+    """
     if not is_possible(path):
         raise BadFileError("has a name that no file can have")
     if path.exists() and not path.is_file() and not path.is_dir():
@@ -158,6 +168,7 @@ def _text(path: Path, max_bytes: int) -> str:
 
 
 def _decoded(content: bytes, max_bytes: int) -> str:
+    """Return content as text. Raises: BadFileError: it is too large, or not UTF-8."""
     if len(content) > max_bytes:
         raise BadFileError(f"is larger than {max_bytes >> 20} MiB")
     try:
@@ -167,12 +178,22 @@ def _decoded(content: bytes, max_bytes: int) -> str:
 
 
 def _integer(text: str) -> int:
+    """Return an integer of a JSON file.
+
+    Raises:
+        BadFileError: it has too many digits to convert.
+    """
     if len(text.lstrip("-")) > MAX_DIGITS:
         raise BadFileError(f"contains a number of {len(text)} digits")
     return int(text)
 
 
 def _finite(text: str) -> float:
+    """Return a number of a JSON file.
+
+    Raises:
+        BadFileError: it is not finite.
+    """
     value = float(text)
     if not math.isfinite(value):
         raise BadFileError(f"contains {text:.20}, which is no finite number")
@@ -218,6 +239,11 @@ def _check_values(
 
 
 def _check_printable(text: str) -> None:
+    """Check that a text has no control characters.
+
+    Raises:
+        BadFileError: it has.
+    """
     if text.isprintable():
         return
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from alpa_strategy.errors import OptionError, check_names
+from alpa_strategy.errors import OptionError, check_names, did_you_mean
 from alpa_strategy.schedules import SCHEDULES, Schedule, register_schedule
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ def compile_options(value: object) -> dict[str, Any] | None:
 
     Raises:
         OptionError: `value` is neither true, false, None nor a dict of arguments that
-            `torch.compile` accepts.
+            `torch.compile` accepts, or its mode records CUDA graphs.
     """
     if value is None or isinstance(value, bool):
         return {} if value else None
@@ -125,12 +125,14 @@ def _texts(value: Any) -> tuple[str, ...]:
 
 
 def _parallel(value: Any) -> str | tuple[str, ...]:
+    """Return the option `parallel`, a name or several."""
     names = _texts(value)
     _require(set(names) <= set(PARALLEL_NAMES))
     return value if isinstance(value, str) else names
 
 
 def _mesh(value: Any) -> tuple[int, ...]:
+    """Return the option `logical_mesh`, one or two positive sizes."""
     _require(isinstance(value, Sequence))
     sizes = tuple(_integer(size, 1) for size in value)
     _require(1 <= len(sizes) <= 2)
@@ -138,6 +140,11 @@ def _mesh(value: Any) -> tuple[int, ...]:
 
 
 def _placements(value: Any) -> tuple[tuple[str, str], ...]:
+    """Return (pattern, placements) pairs of the option `placements`.
+
+    Raises:
+        OptionError: a placement is unknown.
+    """
     if value is None:
         return ()
 
@@ -178,6 +185,7 @@ def _ranks_of_text(text: str) -> list[int]:
 
 
 def _device_map(value: Any) -> tuple[tuple[str, tuple[int, ...]], ...]:
+    """Return (pattern, ranks) pairs of the option `device_map`."""
     if value is None:
         return ()
 
@@ -197,6 +205,7 @@ def _memory_limit(value: Any) -> float:
 
 
 def _stages(value: Any) -> tuple[str, ...]:
+    """Return the option `stages`, at least two names."""
     if value is None:
         return ()
 
@@ -209,14 +218,20 @@ def _stages(value: Any) -> tuple[str, ...]:
 
 
 def _schedule(value: Any) -> str:
+    """Return the name of a schedule, registered if it is a function or a `Schedule`.
+
+    Raises:
+        OptionError: the name is unknown.
+    """
     if isinstance(value, Schedule) or callable(value):
         return register_schedule(value).name
 
     known = {text.lower(): text for text in SCHEDULES}
     if not isinstance(value, str) or value.lower() not in known:
         names = ", ".join(SCHEDULES)
-        fix = f"use one of {names}, a function of your own, or None to have it solved"
-        raise OptionError(f"schedule={value!r} is not known", fix)
+        near = did_you_mean(str(value).lower(), known)
+        fix = f"{near} Use one of {names}, a function of your own, or None to have it solved"
+        raise OptionError(f"schedule={value!r} is not known", fix.lstrip())
     return known[value.lower()]
 
 
@@ -232,6 +247,11 @@ def _offload(value: Any) -> bool | tuple[str, ...] | None:
 
 
 def _costs(value: Any) -> "OpCosts":
+    """Return the cost model if it has the methods of `OpCosts`.
+
+    Raises:
+        OptionError: it lacks some.
+    """
     missing = []
     for name in ("op_seconds", "saved", "optimizer_seconds"):
         if not callable(getattr(value, name, None)):

@@ -354,6 +354,7 @@ def _checked(content: Any, name: str) -> Record:
 
 
 def _checksum(data: Any) -> str:
+    """Return a checksum of JSON data."""
     text = json.dumps(data, sort_keys=True)
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 

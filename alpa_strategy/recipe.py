@@ -413,6 +413,11 @@ def _instantiate(recipe: Recipe, node: Any, where: str) -> Any:
 
 
 def _call(factory: Callable[..., Any], arguments: dict[str, Any], where: str) -> Any:
+    """Call a class or function of a recipe.
+
+    Raises:
+        OptionError: it refuses its arguments; `where` names their place in the recipe.
+    """
     try:
         return factory(**arguments)
     except AlpaError:
@@ -425,4 +430,5 @@ def _call(factory: Callable[..., Any], arguments: dict[str, Any], where: str) ->
 
 
 def _first_line(error: BaseException) -> str:
+    """Return the first line of an error's text."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]

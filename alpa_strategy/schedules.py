@@ -202,7 +202,12 @@ def in_flight(schedule: str, num_meshes: int, num_microbatches: int, v: int = 1)
 def in_flight_by_stage(
     schedule: str, num_meshes: int, num_microbatches: int, v: int = 1
 ) -> tuple[int, ...]:
-    """Return, per stage, the `in_flight` of its mesh."""
+    """Return, per stage, how many activations of a (micro-batch, stage) pair its mesh stores at
+    most.
+
+    Raises:
+        PlanError: the schedule cannot run these numbers of meshes and micro-batches.
+    """
     per_mesh = in_flight(schedule, num_meshes, num_microbatches, v)
     return tuple(per_mesh[mesh_of(schedule, num_meshes, stage)] for stage in range(num_meshes * v))
 

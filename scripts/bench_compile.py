@@ -1,7 +1,7 @@
 """Compiled training: `compile=True` against DDP + `torch.compile`, steps and second starts, as
 ratios within one run.
 
-    # GPT 4 x 512, a LLaMA-like model and a ResNet on 2 CPU ranks
+    # GPT 4 x 512, a LLaMA-like model, a ResNet and a U-Net on 2 CPU ranks
     python scripts/bench_compile.py
     python scripts/bench_compile.py --models gpt --rounds 1 --steps 6
 
@@ -102,6 +102,53 @@ class Llama(pl.LightningModule):
         return torch.optim.AdamW(self.parameters(), 3e-4)
 
 
+class UNet(pl.LightningModule):
+    """A small U-Net with BatchNorm: two levels down, two up. Batch: (images, masks)."""
+
+    def __init__(self, width: int = 24) -> None:
+        super().__init__()
+
+        def block(channels_in: int, channels_out: int) -> nn.Sequential:
+            return nn.Sequential(
+                nn.Conv2d(channels_in, channels_out, 3, padding=1, bias=False),
+                nn.BatchNorm2d(channels_out),
+                nn.ReLU(),
+                nn.Conv2d(channels_out, channels_out, 3, padding=1, bias=False),
+                nn.BatchNorm2d(channels_out),
+                nn.ReLU(),
+            )
+
+        self.down = nn.ModuleList([block(3, width), block(width, 2 * width)])
+        self.middle = block(2 * width, 4 * width)
+        self.widen = nn.ModuleList(
+            [
+                nn.ConvTranspose2d(4 * width, 2 * width, 2, 2),
+                nn.ConvTranspose2d(2 * width, width, 2, 2),
+            ]
+        )
+        self.up = nn.ModuleList([block(4 * width, 2 * width), block(2 * width, width)])
+        self.head = nn.Conv2d(width, 1, 1)
+
+    def forward(self, images: Tensor) -> Tensor:
+        x = images  # [B, 3, H, W]
+        skipped = []
+        for block in self.down:
+            x = block(x)
+            skipped.append(x)
+            x = F.max_pool2d(x, 2)
+        x = self.middle(x)
+        for widen, block in zip(self.widen, self.up, strict=True):
+            x = block(torch.cat([skipped.pop(), widen(x)], dim=1))
+        return self.head(x)
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        images, masks = batch
+        return F.binary_cross_entropy_with_logits(self(images), masks)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), 1e-3)
+
+
 def model_and_data(name: str, rows: int) -> tuple[pl.LightningModule, TensorDataset, int]:
     """The model, `rows` batches of its data per rank, and a rank's samples of one."""
     sys.path.insert(0, str(ROOT / "recipes"))
@@ -112,6 +159,10 @@ def model_and_data(name: str, rows: int) -> tuple[pl.LightningModule, TensorData
         images = torch.randn(rows * 16, 3, 64, 64, generator=generator)
         labels = torch.randint(10, (rows * 16,), generator=generator)
         return WideResNet((2, 2, 2), 32, 1, 10, small_images=True), TensorDataset(images, labels), 8
+    if name == "unet":
+        images = torch.randn(rows * 16, 3, 64, 64, generator=generator)
+        masks = (images.mean(1, keepdim=True) > 0).float()
+        return UNet(), TensorDataset(images, masks), 8
     from gpt import GPT
 
     model = GPT(4, 512, 8, VOCABULARY, SEQUENCE) if name == "gpt" else Llama()
@@ -189,7 +240,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--models", nargs="*", default=["gpt", "llama", "resnet"])
+    parser.add_argument("--models", nargs="*", default=["gpt", "llama", "resnet", "unet"])
     parser.add_argument("--strategies", nargs="*", default=list(STRATEGIES))
     parser.add_argument("--steps", type=int, default=14)
     parser.add_argument("--warmup", type=int, default=4)

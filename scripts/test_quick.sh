@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Sets everything up, lints and runs the tests that need one process and no more than about a second each: planning,
-# rules, capture, files. About three minutes on two cores. Arguments are passed on to pytest.
+# rules, capture, files. Under 90 seconds on two cores. Arguments are passed on to pytest.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 scripts/setup.sh

@@ -167,6 +167,9 @@ class _Watcher(TorchDispatchMode):
         return result
 
     def _record_cast(self, tensor: Tensor, dtype: torch.dtype | None) -> None:
+        """Record that operand `tensor` is cast to `dtype`; nothing for None and for other
+        tensors.
+        """
         if dtype is None:
             return
         for index, operand in enumerate(self.operands):

@@ -159,6 +159,11 @@ class _Converter:
                 self.outputs = [self.memory.read(self.views[n]) for n in node.args[0]]
 
     def _call(self, node: fx.Node) -> None:
+        """Convert a node that calls a function.
+
+        Raises:
+            CaptureError: it is not an op, nor a context of PyTorch that the graph can express.
+        """
         target = node.target
         if target is operator.getitem:
             self.views[node] = self.views[node.args[0]][node.args[1]]
@@ -310,6 +315,7 @@ class _Converter:
         return self.detached[ref.index]
 
     def _detach(self, node: fx.Node) -> None:
+        """Convert `detach`: a view without gradient, or the same tensor if it needs none."""
         base = self.views[node.args[0]]
         ref = self.memory.read(base)
         if not self.builder.meta(ref).requires_grad:

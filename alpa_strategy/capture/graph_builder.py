@@ -79,7 +79,7 @@ class Builder:
         self.source = ""
 
     def add_value(self, meta: TensorMeta) -> ValueRef:
-        """A new value of the graph."""
+        """Add a value to the graph, and return its reference."""
         self.values.append(meta)
         return ValueRef(len(self.values) - 1)
 
@@ -171,7 +171,7 @@ class Memory:
         self.builder = builder
 
     def new(self, value: ValueRef, parameter: str = "") -> View:
-        """A tensor with memory of its own."""
+        """Return a tensor with memory of its own, which has `value`."""
         return View(Storage(value, parameter), value)
 
     def derive(self, base: View, step: ViewStep, value: ValueRef) -> View:
@@ -179,7 +179,7 @@ class Memory:
         return View(base.storage, value, (*base.chain, step), base.storage.version)
 
     def same(self, base: View) -> View:
-        """Another name of `base` (alias, no-op conversion)."""
+        """Return another tensor on the memory of `base` (alias, no-op conversion)."""
         return View(base.storage, self.read(base), base.chain, base.storage.version)
 
     def read(self, view: View) -> ValueRef:
@@ -295,6 +295,7 @@ class Memory:
         )
 
     def _unsupported(self, target: Any) -> CaptureError:
+        """Return the error for a write to memory of which a view by `target` is in use."""
         return CaptureError(
             f"a tensor is changed in place while a view of it made by {target} is in use"
             f" ({self.builder.source})",

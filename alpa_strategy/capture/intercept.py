@@ -93,7 +93,7 @@ class Recording:
         return False
 
     def note(self, text: str) -> None:
-        """The user should know this."""
+        """Add a note that the plan shows to the user."""
         self.notes[text] = None
 
     def counter(self, value: int, name: str) -> StepCounter:
@@ -110,6 +110,7 @@ class MetricValue:
         self._metric_name, self._metric_key = name, key
 
     def _refuse(self, *_: Any, **__: Any) -> NoReturn:
+        """Raise the `CaptureError` for an operation on the value."""
         raise CaptureError(
             f"the value of metric {self._metric_name!r} is used in a computation ({user_frame()}):"
             " metrics are updated "
@@ -145,11 +146,11 @@ class AppendedList:
         self._items: list[Any] = []
 
     def append(self, item: Any) -> None:
-        """As of a list."""
+        """Record `item`, to be appended to the user's list after the step."""
         self._items.append(item)
 
     def extend(self, items: Iterable[Any]) -> None:
-        """As of a list."""
+        """Record the items of an iterable, to be appended to the user's list after the step."""
         self._items.extend(items)
 
     def __iadd__(self, items: Iterable[Any]) -> "AppendedList":  # type: ignore[misc]
@@ -157,6 +158,7 @@ class AppendedList:
         return self
 
     def _refuse(self, *_: Any, **__: Any) -> NoReturn:
+        """Raise the `CaptureError` for a method that reads the list."""
         raise CaptureError(
             f"the step appends to {self._label} and also looks at it ({user_frame()}): a captured"
             " step does not see "
@@ -296,6 +298,11 @@ def recording(
 
 
 def _recording_log(record: Recording, names: Mapping[int, str]) -> dict[str, Callable[..., None]]:
+    """Return what stands in for the module's `log` and `log_dict`: both append to `record.logs`.
+
+    `names` is by the metric's id its path in the module.
+    """
+
     def value_of(key: str, value: Any) -> Any:
         if isinstance(value, MetricValue):
             return MetricRef(value._metric_name, "value", value._metric_key)
@@ -406,6 +413,8 @@ def _recording_class(
 def _shadowed_metric(
     metric: nn.Module, name: str, record: Recording
 ) -> AbstractContextManager[None]:
+    """Context in which calls of the metric `name` are appended to `record.metrics`, not run."""
+
     def keep(method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         args, kwargs = pytree.tree_map_only(
             Tensor, lambda t: t.clone(), (args, kwargs)

@@ -162,6 +162,11 @@ class NamesSnapshot(Snapshot):
 
     @override
     def changes(self, of_data: OfData = lambda _: False) -> dict[str, Any]:
+        """Return label -> present value (`MISSING` if deleted) of the names that the step has
+        changed.
+
+        Names that capture itself sets, and caches of `cached_property`, do not count.
+        """
         changes = {}
         for name in self._changed():
             # A new cached_property is filled again.
@@ -176,6 +181,7 @@ class NamesSnapshot(Snapshot):
 
     @override
     def restore(self) -> None:
+        """Give the changed names their former values; new ones are deleted."""
         for name in self._changed():
             put(self.items, name, self.before.get(name, MISSING))
 
@@ -185,6 +191,7 @@ class HooksSnapshot(Snapshot):
 
     @override
     def changes(self, of_data: OfData = lambda _: False) -> dict[str, Any]:
+        """Return label -> present hook (`MISSING` if removed) of the changed hooks."""
         changed = changed_names(self.items, self.before)
         return {f"{self.place}.{number}": self.items.get(number, MISSING) for number in changed}
 
@@ -194,10 +201,12 @@ class AttributesSnapshot(Snapshot):
 
     @override
     def differs(self) -> bool:
+        """Return whether an attribute was set, changed or deleted."""
         return bool(changed_names(_attributes_of(self.items), self.before))
 
     @override
     def restore(self) -> None:
+        """Give the changed attributes their former values; new ones are deleted."""
         for name in changed_names(_attributes_of(self.items), self.before):
             if name in self.before:
                 setattr(self.items, name, self.before[name])
@@ -228,11 +237,13 @@ class StateSnapshot(Snapshot):
 
     @override
     def differs(self) -> bool:
+        """Return whether the object's content has changed."""
         # As pickles, because arrays compare element by element.
         return pickle.dumps(self.before) != pickle.dumps(state_of(self.items))
 
     @override
     def restore(self) -> None:
+        """Write the former content back into the same object."""
         if isinstance(self.items, np.ndarray | Tensor):
             self.items[...] = self.before
         elif isinstance(self.items, ARRAYS):
@@ -465,6 +476,7 @@ def _behind(value: Any) -> Any:
 
 
 def _is_small_array(value: Any) -> bool:
+    """Return whether `value` is a writable array of at most `MAX_ITEMS` elements."""
     if isinstance(value, np.ndarray):
         is_plain_array = type(value) is np.ndarray and value.flags.writeable
         return is_plain_array and value.size <= MAX_ITEMS

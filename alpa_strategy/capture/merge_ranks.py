@@ -132,7 +132,9 @@ class _Merger:
         self._repeated: dict[tuple[int, int], ValueRef] = {}
 
     def merged(self) -> StepGraph:
-        """Return the merged step."""
+        """Return the step of the global batch: batch leaves are stacked over ranks, ops run per
+        rank.
+        """
         for entry in (*self.step.parameters, *self.step.constant_inputs):
             self.state[entry.value] = Merged(self.builder.add_value(entry.meta))
         for leaf in self.step.batch:

@@ -41,6 +41,7 @@ class UnreadLeaf:
 
 
 def _look(leaf: UnreadLeaf, *_: Any, **__: Any) -> NoReturn:
+    """Note that the step reads a leaf, and stop it by raising `LeafRead`."""
     seen = object.__getattribute__(
         leaf, "_seen"
     )  # a bare `except:` of the user's may swallow the exception
@@ -137,6 +138,9 @@ def register_batch_types(batch: Any) -> None:
 
 
 def _is_container(leaf: Any) -> bool:
+    """Return whether a leaf of the pytree has values inside: a dataclass or an unregistered
+    mapping.
+    """
     if isinstance(leaf, Tensor | type) or type(leaf) in pytree.SUPPORTED_NODES:
         return False
     return is_dataclass(leaf) or isinstance(leaf, Mapping)

@@ -157,6 +157,9 @@ def _rows(
     blank: int,
     zero_infinity: bool,
 ) -> Tensor:
+    """Return the CTC loss of every sample, [batch]; any values of that shape for tensors without
+    data.
+    """
     if isinstance(log_probs, FakeTensor) or log_probs.is_meta:
         return (
             log_probs[0, :, 0] * 1
@@ -225,6 +228,7 @@ def _(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
 
 
 def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+    """Return the gradients of `x` [rows, k], `weight` [groups, k, n] and the offsets (None)."""
     x, weight, offsets = ctx.saved_tensors
     grad_x, grad_weight = (
         torch.zeros_like(x),
@@ -282,7 +286,7 @@ class _Structure:
     constants: tuple[Any, ...]
 
     def __hash__(self) -> int:
-        return hash(stable_text(self.texts))
+        return hash(stable_text(self.identity))
 
     @classmethod
     def of(cls, tree: Any) -> "_Structure":
@@ -294,8 +298,10 @@ class _Structure:
         return cls(spec, tuple(constants))
 
     @property
-    def texts(self) -> tuple[Any, ...]:
-        """Values whose `stable_text` identifies it in every process."""
+    def identity(self) -> tuple[Any, ...]:
+        """The structure's type and constants, of which `stable_text` makes the same text in every
+        process.
+        """
         return str(self.spec), self.constants
 
     def filled(self, tensors: Iterable[Tensor]) -> Any:
@@ -330,7 +336,7 @@ class _FunctionCall:
 
     def _define(self) -> OpOverload:
         """Define an op for the call, with a unique name."""
-        text = stable_text((self.function, *self._arguments.texts, self._autocast))
+        text = stable_text((self.function, *self._arguments.identity, self._autocast))
         stem = re.sub("[^A-Za-z0-9]+", "_", self.function.__qualname__)
         stem += f"_{hashlib.sha256(text.encode()).hexdigest()[:8]}"
         name = stem

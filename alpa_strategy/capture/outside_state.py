@@ -166,6 +166,7 @@ def _named_files(
 
 
 def _is_installed_file(path: str | None) -> bool:
+    """Return whether a file belongs to an installed package, not to the user."""
     return path is not None and user_code.is_installed(path)
 
 

@@ -424,6 +424,7 @@ class _AnyOf:
 
 
 def _is_changed(before: Any, now: Any) -> bool:
+    """Return whether a number has another value of the same type."""
     return type(now) in (int, float) and type(before) is type(now) and before != now
 
 

@@ -168,6 +168,10 @@ def has_fields(value: Any) -> bool:
 
 
 def is_configuration(value: Any) -> bool:
+    """Return whether `value` is an object that only stores settings: a namespace, a dataclass, or
+    any
+    object all of whose attributes are plain values.
+    """
     if not has_fields(value):
         return False
     is_record = type(value) in (
@@ -223,6 +227,7 @@ def class_attribute(owner: type, name: str) -> Any:
 
 
 def user_classes(module: nn.Module) -> set[type]:
+    """Return the classes of the module's tree that users wrote, base classes included."""
     kinds = {base for child in module.modules() for base in type(child).__mro__}
     return set(filter(is_user_class, kinds))
 
@@ -234,6 +239,7 @@ def functions_in(kinds: Iterable[type]) -> list[types.FunctionType]:
 
 
 def is_user_class(value: Any) -> bool:
+    """Return whether `value` is a class of a module that users wrote."""
     return isinstance(value, type) and is_user_module(sys.modules.get(value.__module__))
 
 
@@ -264,6 +270,7 @@ def is_user_module(value: Any) -> bool:
 
 
 def dict_of(value: dict[Any, Any]) -> type[dict[Any, Any]]:
+    """Return the type of dict that a copy of `value` should have."""
     return OrderedDict if isinstance(value, OrderedDict) else dict
 
 

@@ -193,6 +193,7 @@ def emit_from_whole_numbers(
 
 
 def _refs(tree: Any) -> list[ValueRef]:
+    """Return the references to values in the leaves of a pytree."""
     return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, ValueRef)]
 
 

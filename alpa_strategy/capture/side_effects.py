@@ -55,7 +55,7 @@ class Refusing(Protocol):
         """Raise the error, also where the step's code swallows it."""
 
     def note(self, text: str) -> None:
-        """The user should know this."""
+        """Add a note that the plan shows to the user."""
 
 
 _IN_HOOKS = (
@@ -117,6 +117,7 @@ _INTERNAL = tuple(
 
 
 def _refuse_text(record: Refusing) -> NoReturn:
+    """Refuse to make a text of a tensor in the captured step (`CaptureError`)."""
     record.refuse(
         CaptureError(
             f"the step makes a text of a tensor ({own_line()}), which needs its value: print, str,"
@@ -266,6 +267,10 @@ def _is_shown_always(kind: type) -> bool:
 
 
 def _opened_files(record: Refusing) -> Iterator[Patch]:
+    """Yield patches of `open` that refuse files opened by the user's code, or by anyone for
+    writing.
+    """
+
     def check_open(file: Any, mode: str = "r", *_: Any, **__: Any) -> None:
         if not set("wax+").isdisjoint(mode) or asked_by_user(sys._getframe(2)):
             record.refuse(
@@ -338,6 +343,7 @@ _METHODS: tuple[tuple[type, tuple[str, ...]], ...] = (
 
 
 def _refuse_call(record: Refusing, name: str, *_: Any, **__: Any) -> None:
+    """Refuse the call of function `name` if the user's code makes it (`CaptureError`)."""
     # 0: here, 1: what `checked` gives, 2: who asks
     if asked_by_user(sys._getframe(2)):
         record.refuse(

@@ -87,6 +87,9 @@ class StepCounter:
         return self._text(spec, sys._getframe(1))
 
     def _text(self, spec: str, caller: FrameType) -> str:
+        """Return the counter as text. If the user's code makes it, the step is guarded by its
+        value.
+        """
         # The step may choose by the text: `self.heads[f"task{batch_idx % 2}"]`.
         if is_user_file(caller.f_code.co_filename) and not is_said(caller):
             number_of(operator.eq, self, self.value)

@@ -87,6 +87,12 @@ class TracerMode(TorchFunctionMode):
         super().__exit__(*exc)
 
     def _enter_module(self, module: nn.Module, args: Any) -> None:
+        """Push the path of `module`, which begins its forward; that of its caller if it was made in
+        the step.
+
+        Raises:
+            CaptureError: it is a BatchNorm with a cumulative average.
+        """
         norm = isinstance(module, nn.modules.batchnorm._NormBase)
         if norm and module.momentum is None and module.training and module.track_running_stats:
             raise CaptureError(
@@ -101,6 +107,7 @@ class TracerMode(TorchFunctionMode):
         )  # made in the step: part of its caller
 
     def _leave_module(self, module: nn.Module, args: Any, output: Any) -> None:
+        """Pop the path of `module`, whose forward has ended."""
         self.stack.pop()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -157,6 +157,7 @@ class LazyEntryGather:
 
     @property
     def _is_sharded(self) -> bool:
+        """Return whether any entry is in another process."""
         return not all(entry.is_local for entry in self._entries)
 
     def _requested(self, number: int | None) -> list[int]:
@@ -181,6 +182,11 @@ class LazyEntryGather:
 
 
 def _check_current(number: int) -> None:
+    """Check that entry `number` is one of the checkpoint that is being made (not negative).
+
+    Raises:
+        CheckpointError: it is one of an earlier checkpoint.
+    """
     if number < 0:
         raise CheckpointError(
             "an entry of an earlier checkpoint was used, of which each rank stores a shard",

@@ -77,6 +77,7 @@ def open_checkpoint(path: str | Path, weights_only: bool | None = None) -> dict[
 
 
 def _open_file(path: Path, weights_only: bool | None) -> Any:
+    """Return the content of an ordinary file, memory-mapped if possible."""
     # Older formats of `torch.save` cannot be memory-mapped.
     can_be_mapped = zipfile.is_zipfile(path)
     return torch.load(path, map_location="cpu", weights_only=weights_only, mmap=can_be_mapped)
@@ -95,6 +96,7 @@ _ACCESS = "check the URL, the network, and whether this job may read there"
 
 
 def _open_at_url(url: str, weights_only: bool | None) -> dict[str, Any]:
+    """Open a checkpoint at a URL; shards are downloaded when they are used."""
     shards = _find_shards(url)
     with reading(url):
         if shards is None:
@@ -442,6 +444,11 @@ class _Unpickler(pickle.Unpickler):
     """Accepts the classes of DCP's metadata, and no others."""
 
     def find_class(self, module: str, name: str) -> Any:
+        """Return a class or dtype that metadata of checkpoints names.
+
+        Raises:
+            pickle.UnpicklingError: it is another one, which could run code.
+        """
         if (module, name) in _CLASSES:
             return _CLASSES[module, name]
 
@@ -472,6 +479,7 @@ class RestrictedReader(dcp.FileSystemReader):
         self._sums = sums or {}
 
     def _slice_file(self, file: Any, sinfo: _StorageInfo) -> Any:
+        """Return an item's part of a file, whose checksum is verified."""
         # Torch has no checksums of its own.
         if self._sums:
             _check_sum(file, sinfo, self._sums)

@@ -38,6 +38,7 @@ def described_state(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _described(tensor: Tensor) -> _DescribedTensor:
+    """Return a tensor's shape and dtype for other ranks; its value if it has no dims."""
     is_on_device = tensor.device.type != "cpu"
     if tensor.dim() == 0:
         return _DescribedTensor(tensor.detach().cpu(), is_on_device)

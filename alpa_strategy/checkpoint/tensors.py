@@ -63,23 +63,23 @@ class _Elsewhere(Tensor):
         return f"{type(self).__name__}({list(self.shape)}, {self.dtype})"
 
     def numpy(self, *, force: bool = False) -> Any:
-        """As of the full tensor."""
+        """Return the full tensor, gathered if needed, as an array."""
         return self.in_memory().numpy(force=force)
 
     def tolist(self) -> Any:
-        """As of the full tensor."""
+        """Return the full tensor, gathered if needed, as nested lists."""
         return self.whole().tolist()
 
     def data_ptr(self) -> int:
-        """As of the full tensor."""
+        """Return the address of the full tensor, which stays in memory for it."""
         return self.in_memory().data_ptr()
 
     def untyped_storage(self) -> torch.UntypedStorage:
-        """As of the full tensor."""
+        """Return the storage of the full tensor, which stays in memory for it."""
         return self.in_memory().untyped_storage()
 
     def storage(self) -> Any:
-        """As of the full tensor."""
+        """Return the typed storage of the full tensor, which stays in memory for it."""
         return self.in_memory().storage()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
@@ -162,6 +162,14 @@ class LocalShards(_Elsewhere):
         return LocalShards(self.shape, self.dtype, self.chunks, self.entry, device=self.device)
 
     def _full(self, keeps: bool) -> Tensor:
+        """Return the full tensor, gathered on demand.
+
+        Args:
+            keeps: whether later calls return the same memory.
+
+        Raises:
+            CheckpointError: the checkpoint is already being written.
+        """
         if self.entry is None:
             raise CheckpointError(
                 "code computes with a tensor of a checkpoint that is being written in shards",

@@ -43,6 +43,7 @@ class DeviceSpec:
 
     @property
     def is_cpu(self) -> bool:
+        """Whether the device is a CPU, by its name."""
         return self.name.lower().startswith("cpu")
 
     def efficiency_of(self, kind: str, dtype: str) -> float:
@@ -68,7 +69,9 @@ class Host:
     memory_bandwidth: float
 
     def share(self, num_devices: int) -> "Host":
-        """Return the share of one of `num_devices` devices."""
+        """Return the memory and bandwidth of one of `num_devices` devices that share the host
+        equally.
+        """
         return replace(
             self,
             memory_bytes=self.memory_bytes / num_devices,

@@ -161,4 +161,5 @@ class Fields:
         return list(self.valid(key, value, isinstance(value, list | tuple), expected))
 
     def _error(self, field: str, problem: str, fix: str) -> ClusterError:
+        """Return the error for a field of the file."""
         return ClusterError(f"cluster file {self.file}: field {field} {problem}", fix)

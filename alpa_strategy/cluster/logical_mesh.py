@@ -88,6 +88,7 @@ class LogicalMesh:
 
     @property
     def num_devices(self) -> int:
+        """Number of devices of the mesh."""
         return math.prod(self.shape)
 
 

@@ -65,6 +65,11 @@ def read_device(fields: Fields, nominal: dict[str, Any] | None) -> DeviceSpec:
 
 
 def _read_efficiencies(device: Fields) -> tuple[tuple[str, tuple[tuple[str, float], ...]], ...]:
+    """Return (kind of matmul, (dtype, share of peak)...) of a cluster file's `efficiencies`.
+
+    Raises:
+        ClusterError: a kind or dtype is unknown, or a share is no number up to 1.
+    """
     expected = (
         "shares of peak by kind of product and dtype, for example {convolution: {float32: 0.5}}"
     )

@@ -69,6 +69,7 @@ class ClusterSpec:
 
     @property
     def num_devices(self) -> int:
+        """Number of devices of all nodes."""
         return self.num_nodes * self.devices_per_node
 
     @classmethod
@@ -419,6 +420,7 @@ NOMINAL = ClusterSpec(
 
 
 def _read_intra_node_links(fields: Fields) -> tuple[tuple[float, ...], ...]:
+    """Return the (latency, bandwidth) figures of `intra_node`, () if the file has no such field."""
     if "intra_node" not in fields.data:
         return ()
     return read_links(fields.section("intra_node", LINK_FIELDS, EXPECTED_LINK))

@@ -92,6 +92,12 @@ def read_levels(fields: Fields) -> tuple[Level, ...]:
 
 
 def _read_blocks(level: Fields, unit: str) -> int | tuple[Order, ...]:
+    """Return the field `unit` of a level: how many consecutive units are a block, or each block's
+    units.
+
+    Raises:
+        ClusterError: the field is neither.
+    """
     expected = "how many consecutive ones are a block, or the members of each: [[0, 2], [1, 3]]"
     if not isinstance(level.value(unit, expected), list | tuple):
         return level.integer(unit, expected, maximum=MAX_DEVICES)

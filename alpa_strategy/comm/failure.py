@@ -187,6 +187,10 @@ class FailureWatch:
             print(text, file=sys.stderr, flush=True)
 
     def _watch(self) -> None:
+        """Poll the store until the job ends or fails; in the thread of the watch. Ends this process
+        if a rank
+        has failed or the store is gone.
+        """
         while not self._stopped.wait(POLL_SECONDS):
             try:
                 self._pass_on()
@@ -324,6 +328,11 @@ def agree_on_name(store: Any, rank: int, world_size: int, timeout_seconds: float
 
 
 def _check_time(deadline: float, whom: str) -> None:
+    """Check that `deadline` (`time.monotonic` seconds) has not passed.
+
+    Raises:
+        LostRankError: it has; `whom` was waited for.
+    """
     if time.monotonic() > deadline:
         raise LostRankError(
             f"{whom} did not come to the start of the job in time", "see why it has not started"

@@ -259,7 +259,7 @@ class _AgreedClock:
 
 
 def _agreed_max(mesh: MeshComm, values: list[float], device: torch.device) -> list[float]:
-    """Element-wise maximum over all ranks of the mesh."""
+    """Return the element-wise maximum over all ranks of the mesh. Collective."""
     tensor = torch.tensor(values, dtype=torch.float64, device=device)
     return mesh.whole.all_reduce(tensor, "max").tolist()
 

@@ -231,6 +231,7 @@ class AxisComm:
         return self._for_sums(tensor)._start_all_reduce(tensor, "sum")
 
     def _start_all_reduce(self, tensor: Tensor, op: str) -> Pending:
+        """Launch an all-reduce of `tensor` in place."""
         work = self._library.all_reduce(
             tensor, getattr(self._library.ReduceOp, op.upper()), self.group, True
         )
@@ -288,6 +289,11 @@ class AxisComm:
         return axis
 
     def _check_size(self, tensor: Tensor, dim: int, expected: int) -> None:
+        """Check that dim `dim` of a local tensor has the planned size.
+
+        Raises:
+            RuntimeMismatchError: it has another.
+        """
         if tensor.shape[dim] != expected:
             raise RuntimeMismatchError(
                 f"device {self.index} of an axis of {self.size} holds {tensor.shape[dim]} rows of"
@@ -375,6 +381,9 @@ def divide(count: int) -> Replica:
 # Only the last one: the process may be in another job later.
 @lru_cache(maxsize=1)
 def _divide(world: Any, count: int) -> Replica:
+    """Split the job's ranks into `count` replicas of consecutive ranks, and return this rank's.
+    Collective.
+    """
     size = world_size() // count
     index, position = divmod(rank_in(world), size)
     replica_ranks = range(index * size, (index + 1) * size)
@@ -539,6 +548,7 @@ def select_backend(name: str = "auto", device_type: str = "cpu") -> Any:
 
 
 def _deepspeed(device_type: str) -> Any:
+    """Return `deepspeed.comm`, initialized on the process group of torch.distributed."""
     os.environ.setdefault("DS_ACCELERATOR", "cuda" if device_type == "cuda" else "cpu")
     import deepspeed.comm as ds
 

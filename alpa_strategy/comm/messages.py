@@ -68,6 +68,7 @@ class Outbox:
                 self._held_bytes = 0
 
     def _drop_completed(self) -> None:
+        """Release the oldest messages, up to the first whose send is not complete."""
         while self._held:
             op, work = self._held[0]
             if not work.is_completed():
@@ -340,6 +341,7 @@ def _dual(layout: Layout) -> DualLayout:
 
 
 def _launch(op: dist.P2POp) -> Any:
+    """Launch a p2p transfer, through host memory if the backend cannot send from the device."""
     if op.tensor.device.type != "cpu" and dist.get_backend(op.group) == "gloo":
         return _named(op, lambda: StagedThroughHost(op))
     return _named(op, lambda: op.op(op.tensor, op.peer, op.group, op.tag))

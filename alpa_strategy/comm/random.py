@@ -67,6 +67,11 @@ class ShardedRandom:
         return result
 
     def _state(self, random_axes: tuple[int, ...], generator: torch.Generator) -> Tensor:
+        """Return the generator's state for values that differ along `random_axes` of the mesh and
+        are the same
+        along the others: the last one, or a first one made of the seed and this device's
+        coordinates.
+        """
         state = self._states.get((random_axes, generator.device.type))
         if state is None:
             coordinates = tuple(self._coordinate[axis] for axis in random_axes)
@@ -137,6 +142,7 @@ def _generators(args: tuple[Any, ...]) -> list[torch.Generator]:
 
 
 def _default_generator(device: torch.device) -> torch.Generator:
+    """Return torch's default generator of the device."""
     if device.type == "cuda":
         index = torch.cuda.current_device() if device.index is None else device.index
         return torch.cuda.default_generators[index]

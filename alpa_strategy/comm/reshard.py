@@ -148,6 +148,7 @@ class Reshard:
         return self.gradient_sums[0].start(self._to_sum(grad))
 
     def _to_cast(self, tensor: Tensor) -> Tensor:
+        """Return the tensor in the dtype in which it is communicated."""
         return tensor if self._cast is None else tensor.to(self._cast)
 
     def _to_sum(self, grad: Tensor) -> Tensor:

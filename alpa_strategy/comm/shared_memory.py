@@ -100,9 +100,11 @@ class SharedMemoryGroup:
         fcntl.lockf(self._file, fcntl.LOCK_EX, 1, rank)
 
     def rank(self) -> int:
+        """Return this rank in the group; torch.distributed calls it."""
         return self._rank
 
     def size(self) -> int:
+        """Return the number of ranks; torch.distributed calls it."""
         return self._size
 
     def _get_sequence_number_for_group(self) -> int:

@@ -68,7 +68,7 @@ class Entry:
 
     @property
     def cost_per_million(self) -> float | None:
-        """Price of a million samples; None if no price is given or nothing fits."""
+        """Price of a million samples on all devices; None if no price is given or nothing fits."""
         if self.price is None or self.plan is None:
             return None
         per_second = self.price * self.cluster.num_devices / HOUR
@@ -89,6 +89,13 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _entries(arguments: argparse.Namespace, prices: Sequence[float]) -> Iterator[Entry]:
+    """Plan the recipe for each cluster and each kind of parallelism, and yield the entries one by
+    one.
+
+    Args:
+        arguments: the parsed command line.
+        prices: per device and hour, one for each cluster, or none.
+    """
     progress = Progress()
     to_cluster, overrides = split_overrides(arguments.overrides)
     for number, name in enumerate(arguments.clusters):
@@ -140,4 +147,5 @@ def comparison_table(entries: Sequence[Entry]) -> Table:
 
 
 def _first_line(problem: str) -> str:
+    """Return why a plan does not fit, for a cell of the table."""
     return f"does not fit: {next(iter(problem.splitlines()), '')[:40]}"

@@ -63,6 +63,7 @@ def add_arguments(plan: argparse.ArgumentParser) -> None:
 
 
 def _add_search_arguments(plan: argparse.ArgumentParser) -> None:
+    """Add the arguments of `alpa plan` that change how plans are searched."""
     plan.add_argument(
         "--search",
         metavar="NAME",

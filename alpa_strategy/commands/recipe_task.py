@@ -44,7 +44,19 @@ def captured_recipe(
     progress: Progress,
     results: PartialResults = NOT_STORED,
 ) -> "CapturedTask":
-    """Return the task of planning a recipe's step on `cluster`."""
+    """Return the task of planning a recipe's step on `cluster`, captured from a model on the meta
+    device.
+
+    Args:
+        recipe: the recipe.
+        cluster: the devices.
+        progress: shows what is being done.
+        results: partial results of an interrupted planning.
+
+    Raises:
+        OptionError: the recipe is wrong.
+        CaptureError: its step cannot be captured.
+    """
     from alpa_strategy.planner.optimizer_info import optimizer_info_of
     from alpa_strategy.planner.planner import captured_task
 

@@ -184,6 +184,14 @@ def _overview(
     samples: Sequence[int],
     kept: Sequence[float | None],
 ) -> Table:
+    """Return a table with a row for each variation.
+
+    Args:
+        variations: what was changed.
+        plans: the best plan under each, the unchanged one first.
+        samples: samples of a step under each.
+        kept: seconds of a step under each if the unchanged plan is used; None if it cannot be.
+    """
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("", no_wrap=True, max_width=MAX_LABEL)
     for column in ("step", "", "samples/s", "memory", "plan kept"):
@@ -221,6 +229,7 @@ def _reasons(before: Plan, after: Plan, kept: float | None) -> list[str]:
 
 
 def _shape(plan: Plan) -> str:
+    """Return number and meshes of the plan's stages as text."""
     count = len(plan.stages)
     stages = "one stage" if count == 1 else f"{count} stages"
     return f"{stages} on {meshes_of(plan)}"

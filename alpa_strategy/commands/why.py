@@ -74,6 +74,7 @@ def explanation_table(answer: Explanation, show_all: bool = False) -> Renderable
 
 
 def _add_row(table: Table, choice: LayoutChoice, chosen: LayoutChoice, style: str) -> None:
+    """Add the row of a layout: its seconds, bytes and difference from the chosen one."""
     layout = plain(choice.layout + (" (plan)" if choice is chosen else ""))
     if choice.seconds is None:
         table.add_row(layout, Text("does not fit", style="red"), style=style)
@@ -91,5 +92,6 @@ def _add_row(table: Table, choice: LayoutChoice, chosen: LayoutChoice, style: st
 
 
 def _signed(seconds: float) -> str:
+    """Return a difference of seconds as text with its sign."""
     sign = "+" if seconds >= 0 else "-"
     return f"{sign}{format_seconds(abs(seconds))}"

@@ -249,6 +249,7 @@ def _contraction(call: OpCall, factor: int = 0) -> float:
 
 
 def _convolution(call: OpCall) -> float:
+    """Return the FLOPs of a convolution, two for each multiply-add."""
     weight = call.operands[1]
     transposed = op_base_name(call).startswith("conv_transpose") or (
         op_base_name(call) in ("convolution", "_convolution") and bind(call)["transposed"]
@@ -258,6 +259,7 @@ def _convolution(call: OpCall) -> float:
 
 
 def _attention(call: OpCall) -> float:
+    """Return the FLOPs of scaled dot product attention, half if causal."""
     query, key, value = call.operands[:3]
     scores = math.prod(query.shape[:-1]) * key.shape[-2]
     causal = bind(call)["is_causal"]

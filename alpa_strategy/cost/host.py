@@ -115,6 +115,7 @@ def _forward(
 
 
 def _fits(tensor: Tensor, meta: TensorMeta) -> bool:
+    """Return whether a tensor has the shape and dtype that `meta` describes."""
     return tuple(tensor.shape) == tuple(meta.shape) and tensor.dtype == meta.dtype
 
 

@@ -151,12 +151,19 @@ class OpTable:
 
 
 def _show(arg: Any) -> str:
+    """Return an argument as text of a key; `$0` is the first operand."""
     if isinstance(arg, Slot):
         return f"${arg.index}"
     return f"[{', '.join(map(_show, arg))}]" if isinstance(arg, tuple) else str(arg)
 
 
 def _entry_from_dict(data: dict[str, Any]) -> OpTime:
+    """Return an entry of the file of measured ops.
+
+    Raises:
+        ValueError: a time is negative.
+        KeyError: a field is missing.
+    """
     seconds = float(data["forward"]), float(data["backward"])
     if min(seconds) < 0:
         raise ValueError(f"negative time {seconds}")
@@ -347,6 +354,7 @@ def device_name(device: torch.device | str) -> str:
 
 
 def _cpu_model() -> str:
+    """Return the name of this machine's processor."""
     info = Path("/proc/cpuinfo")
     if info.is_file():
         for line in info.read_text().splitlines():

@@ -161,6 +161,9 @@ class RooflineCosts:
         return kernels_of(call, self._mode)
 
     def _fuses(self, call: OpCall) -> bool:
+        """Return whether a compiler would fuse the op with its neighbours: all but matmuls and
+        custom ops.
+        """
         return self.compiled and call.target not in CUSTOM_OPS and product_kind(call) is None
 
     def _kernel_seconds(self, kernels: Kernels) -> float:

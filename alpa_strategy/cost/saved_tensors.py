@@ -248,6 +248,7 @@ class LiveStorages(TorchDispatchMode):
 
 
 def _storage(tensor: Tensor) -> int:
+    """Return what identifies a tensor's storage."""
     return tensor.untyped_storage()._cdata
 
 

@@ -39,6 +39,10 @@ def difference_table(names: Sequence[str], before: Plan, after: Plan) -> Rendera
 
 
 def _add_seconds(table: Table, before: Plan, after: Plan) -> None:
+    """Add rows of predicted seconds, in total and by component, and of bytes, with their
+    changes.
+    """
+
     def add(name: str, old: float, new: float, write: Callable[[float], str]) -> None:
         table.add_row(name, write(old), write(new), change(old, new))
 
@@ -51,6 +55,7 @@ def _add_seconds(table: Table, before: Plan, after: Plan) -> None:
 
 
 def _add_texts(table: Table, before: Plan, after: Plan) -> None:
+    """Add rows of what the plans decide: devices, stages, micro-batches, schedule and meshes."""
     facts: list[tuple[str, Callable[[Plan], str]]] = [
         ("devices", lambda plan: str(num_devices(plan))),
         ("stages", lambda plan: str(len(plan.stages))),

@@ -33,6 +33,9 @@ def findings_text(plan: Plan) -> Text:
 
 
 def _parts(plan: Plan) -> list[str]:
+    """Return a sentence for each component that takes a noticeable share of the step, largest
+    first.
+    """
     parts = step_parts(plan)
     total = sum(parts.values())
     lines = []
@@ -48,6 +51,7 @@ def _parts(plan: Plan) -> list[str]:
 
 
 def _largest_collective(plan: Plan) -> str:
+    """Return a sentence on the collective that takes longest, "" if the plan has none."""
     collectives = plan.collectives()
     if not collectives:
         return ""

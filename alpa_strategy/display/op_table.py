@@ -151,6 +151,9 @@ def _stored() -> dict[str, Any]:
 
 
 def _rule_text(row: OpRow) -> Text:
+    """Return the rule of an op: a reason why it is replicated, its notation, or its first
+    strategies.
+    """
     if row.why:
         return Text(f"replicated: {row.why}", style="dim")
     if row.rule:
@@ -163,6 +166,7 @@ def _rule_text(row: OpRow) -> Text:
 
 
 def _proof_text(row: OpRow) -> Text:
+    """Return how the op's rule was proved: by how many runs, by the tests, or wrong."""
     if row.wrong:
         return Text(f"{len(row.wrong)} wrong", style="red")
     if row.num_proved:

@@ -160,6 +160,7 @@ def headline(plan: Plan) -> Text:
 
 
 def _summary(plan: Plan, memory_limit: float | None, process_bytes: int) -> Table:
+    """Return a table of the step's seconds, memory of a device and compared plans."""
     p = plan.predicted
     table = Table.grid(padding=(0, 2))
     table.add_column(style="dim", no_wrap=True)
@@ -364,6 +365,7 @@ def _collectives(stage: StagePlan) -> Table:
 
 
 def _plain_table(*names: str) -> Table:
+    """Return an empty table with columns `names`."""
     table = Table(
         box=box.SIMPLE_HEAD,
         show_edge=False,
@@ -383,6 +385,7 @@ def _add_columns(table: Table, left: Iterable[str], right: Iterable[str]) -> Non
 
 
 def _legend(plan: Plan) -> Table:
+    """Return a table that explains the letters of the placements that the plan uses."""
     table = Table.grid(padding=(0, 2))
     plans = [parameter for stage in plan.stages for parameter in stage.parameter_plans.values()]
     used = {mode.storage.value for parameter in plans for mode in parameter.modes}

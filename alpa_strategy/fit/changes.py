@@ -62,7 +62,7 @@ class PlannedChange:
 
     @property
     def tokens_per_second(self) -> float:
-        """Of the changed case."""
+        """Tokens of a step per predicted second, of the changed case."""
         return self.case.request.tokens / self.plan.predicted.step_seconds
 
 
@@ -150,6 +150,8 @@ def change_line(planned: PlannedChange, case: FitCase, plan: Plan | None) -> tup
 
 
 def _with_options(**values: object) -> Callable[[FitCase, Progress], FitCase]:
+    """Return a function that changes planning options of a case."""
+
     def apply(case: FitCase, progress: Progress) -> FitCase:
         options = {**vars(case.options), **values}
         return replace(case, options=PlanOptions(**options))
@@ -158,6 +160,10 @@ def _with_options(**values: object) -> Callable[[FitCase, Progress], FitCase]:
 
 
 def _with_request(**values: object) -> Callable[[FitCase, Progress], FitCase]:
+    """Return a function that changes fields of a case's request, and captures its step again if
+    needed.
+    """
+
     def apply(case: FitCase, progress: Progress) -> FitCase:
         request = FitRequest(**{**vars(case.request), **values})
         if set(values) == {"optimizer"}:
@@ -170,6 +176,8 @@ def _with_request(**values: object) -> Callable[[FitCase, Progress], FitCase]:
 
 
 def _with_nodes(num_nodes: int) -> Callable[[FitCase, Progress], FitCase]:
+    """Return a function that changes the number of nodes of a case."""
+
     def apply(case: FitCase, progress: Progress) -> FitCase:
         return replace(case, cluster=replace(case.cluster, num_nodes=num_nodes))
 

@@ -44,7 +44,14 @@ def flags_table(plan: Plan, request: FitRequest) -> Table:
 
 
 def _megatron(plan: Plan, request: FitRequest, stage: StageSummary, micro: int) -> dict[str, str]:
-    """Return flags of pretrain_gpt.py."""
+    """Return flags of pretrain_gpt.py, by the row of the table that they belong to.
+
+    Args:
+        plan: the plan.
+        request: the model and batch.
+        stage: how its stages are sharded.
+        micro: sequences of a micro-batch on a device.
+    """
     zero = {0: "", 1: "--use-distributed-optimizer"}.get(
         stage.zero, "--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads_params"
     )
@@ -66,7 +73,14 @@ def _megatron(plan: Plan, request: FitRequest, stage: StageSummary, micro: int) 
 
 
 def _torchtitan(plan: Plan, request: FitRequest, stage: StageSummary, micro: int) -> dict[str, str]:
-    """Return overrides of torchtitan's job configuration."""
+    """Return flags of torchtitan's job configuration, by the row of the table that they belong to.
+
+    Args:
+        plan: the plan.
+        request: the model and batch.
+        stage: how its stages are sharded.
+        micro: sequences of a micro-batch on a device.
+    """
     shard = stage.data if stage.zero else 1
     replicate = 1 if stage.zero else stage.data
     sharded = f"--parallelism.data_parallel_shard_degree {shard}"
@@ -103,7 +117,15 @@ def _torchtitan(plan: Plan, request: FitRequest, stage: StageSummary, micro: int
 
 
 def _deepspeed(plan: Plan, request: FitRequest, stage: StageSummary, micro: int) -> dict[str, str]:
-    """Return entries of DeepSpeed's configuration file."""
+    """Return entries of DeepSpeed's configuration file, by the row of the table that they belong
+    to.
+
+    Args:
+        plan: the plan.
+        request: the model and batch.
+        stage: how its stages are sharded.
+        micro: sequences of a micro-batch on a device.
+    """
     num_stages = len(plan.stages)
     tensor = f'"tensor_parallel": {{"autotp_size": {stage.tensor}}}' if stage.tensor > 1 else ""
     pipeline = ""

@@ -120,7 +120,15 @@ def does_not_fit(error: PlanError) -> Table:
 def changes_table(
     changes: Sequence[PlannedChange], case: FitCase, plan: Plan | None
 ) -> RenderableType:
-    """Return a table of the nearest changes."""
+    """Return a line for each of the nearest changes: its flags, and what the plan with it gains. A
+    single
+    line if there are no changes.
+
+    Args:
+        changes: the changes that were planned and help.
+        case: the case as requested.
+        plan: its plan; None if nothing fits.
+    """
     aim = "make it fit" if plan is None else "make it 10 % faster"
     if not changes:
         return plain(f"none of the changes that were planned would {aim}", "dim")

@@ -196,6 +196,9 @@ class RegularSearch:
         return configuration.num_microbatches * (1 - cluster.overlap) * seconds
 
     def _configurations(self) -> Iterator[Configuration]:
+        """Yield the configurations to solve: numbers of stages, logical meshes, micro-batches,
+        recomputation.
+        """
         options = self.task.options
         cluster = self.task.cluster
         counts = microbatch_counts(self.task.step, cluster, options)
@@ -217,6 +220,9 @@ class RegularSearch:
                         yield Configuration(num_stages, count, shape, remat)
 
     def _stage_counts(self) -> list[int]:
+        """Return the numbers of stages to try: the pinned one, or powers of two that divide the
+        devices.
+        """
         pinned = self.task.options.num_stages
         if pinned is not None:
             return [pinned]
@@ -230,6 +236,7 @@ class RegularSearch:
         return counts
 
     def _has_submesh(self, num_stages: int) -> bool:
+        """Return whether equal stages are full nodes or equal parts of one."""
         size = self.task.cluster.num_devices // num_stages
         per_node = self.task.cluster.devices_per_node
         return size % per_node == 0 or per_node % size == 0
@@ -357,6 +364,10 @@ class RegularSearch:
     # --- Stages
 
     def _solver(self, count: int) -> StageSolver | None:
+        """Return the solver of stages for `count` micro-batches, made at the first call.
+
+        None if the options rule it out; `failures` has the error.
+        """
         if count not in self._solvers:
             try:
                 self._solvers[count] = StageSolver(self._job(count))
@@ -366,6 +377,12 @@ class RegularSearch:
         return self._solvers[count]
 
     def _job(self, count: int) -> StageCostTask:
+        """Return the task of pricing stages for `count` micro-batches, with less solver time a
+        stage.
+
+        Raises:
+            PlanError: the options cannot be met.
+        """
         task = self.task
         options = replace(
             task.options, solver_seconds=min(_SOLVER_SECONDS, task.options.solver_seconds)
@@ -410,6 +427,11 @@ class RegularSearch:
         configuration: Configuration,
         alive: int,
     ) -> StageRequest:
+        """Return the request for the stage of layers [first, last).
+
+        Args:
+            alive: micro-batches whose activations are stored at the same time.
+        """
         return StageRequest(
             first=job.cuts[first],
             last=job.cuts[last],
@@ -421,6 +443,7 @@ class RegularSearch:
         )
 
     def _alive(self, configuration: Configuration) -> Sequence[int]:
+        """Return for each stage the micro-batches whose activations are stored at the same time."""
         if configuration.num_stages == 1:
             return (1,)
         return in_flight(SCHEDULE, configuration.num_stages, configuration.num_microbatches)

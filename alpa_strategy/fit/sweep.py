@@ -51,6 +51,11 @@ def read_sweep(text: str, cluster: ClusterSpec) -> list[ClusterSpec]:
 
 
 def _with_devices(cluster: ClusterSpec, num_devices: int) -> ClusterSpec:
+    """Return the cluster with another number of devices: full nodes, or a part of one.
+
+    Raises:
+        OptionError: they are no full nodes.
+    """
     per_node = cluster.devices_per_node
     if 0 < num_devices < per_node:
         return replace(cluster, num_nodes=1, devices_per_node=num_devices)

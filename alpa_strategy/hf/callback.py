@@ -52,6 +52,11 @@ class HFCheckpoint(Callback):
 
     @override
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """Check the strategy.
+
+        Raises:
+            SetupError: it is not ours.
+        """
         if not hasattr(trainer.strategy, "save_pretrained"):
             raise SetupError(
                 f"HFCheckpoint with {type(trainer.strategy).__name__}",
@@ -60,6 +65,11 @@ class HFCheckpoint(Callback):
 
     @override
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+        """Start to save the model in the background, every `every_n_steps` optimizer steps.
+
+        Raises:
+            CheckpointError: an earlier upload failed.
+        """
         step = trainer.global_step
         if step == self._last_step or step % self._every_n_steps:
             return
@@ -73,4 +83,9 @@ class HFCheckpoint(Callback):
 
     @override
     def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
+        """Wait until all is uploaded.
+
+        Raises:
+            CheckpointError: an upload failed.
+        """
         uploads.wait()

@@ -97,6 +97,10 @@ def _use_dtypes_of(model: nn.Module, stored: Mapping[int, Tensor]) -> None:
     """Give the parameters and buffers of a model on the meta device the dtypes of the checkpoint.
 
     The Python objects stay the same.
+
+    Args:
+        model: a model on the meta device.
+        stored: id of a parameter or buffer -> the checkpoint's tensor. Others keep their dtype.
     """
     for tensor in (*model.parameters(), *model.buffers()):
         value = stored.get(id(tensor))

@@ -123,6 +123,7 @@ class _Costs:
 
 
 def _costs(space: StageSpace) -> _Costs:
+    """Return the least seconds of every run of layers, for the bound on all pipelines."""
     job = space.job
     tables = space.tables
     overhead = space.overhead

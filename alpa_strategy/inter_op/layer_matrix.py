@@ -461,6 +461,9 @@ def _sum_parts(
 def _add(
     total: np.ndarray, costs: CostBreakdown, index: Any, where: np.ndarray | float = 1.0
 ) -> None:
+    """Add costs to the totals [..., component] in place, at `index` of the costs, where `where` is
+    1.
+    """
     summed = SUMMED | PER_STEP_SUMMED if costs.span == PER_STEP else SUMMED
     for i, name in summed.items():
         if name in costs.nonzero:
@@ -501,6 +504,16 @@ def dense_layer_costs(problems: Sequence[Problem], ends: tuple[int, int]) -> lis
 def _moved_ends(
     problem: Problem, ends: tuple[int, int], starts: Sequence[tuple[int, ...]]
 ) -> Pairs:
+    """Return the cheapest solution for each pair of strategies of the two end choices.
+
+    Args:
+        problem: of the layers.
+        ends: the two choices.
+        starts: assignments; in each, only the ends are changed.
+
+    Returns:
+        (seconds [first, last], inf if none is allowed; for each choice its strategy [first, last]).
+    """
     shape = tuple(len(problem.choices[end].cost) for end in ends)
     objective = np.full(shape, np.inf)
     values = np.zeros((len(problem.choices), *shape), dtype=int)

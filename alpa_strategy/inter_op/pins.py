@@ -223,6 +223,16 @@ def _module_names(text: str) -> list[str]:
 
 
 def _ops_of(name: str, ops_of: dict[str, list[int]], text: str) -> list[int]:
+    """Return the indices of the ops of a module.
+
+    Args:
+        name: path of the module.
+        ops_of: path -> indices.
+        text: the pin, for the error.
+
+    Raises:
+        OptionError: no op runs in it.
+    """
     if name in ops_of:
         return ops_of[name]
     near = [known for known in ops_of if known.endswith("." + name)] or get_close_matches(
@@ -325,6 +335,11 @@ def _where(cluster: ClusterSpec, options: PlanOptions) -> str:
 
 
 def _no_such_stages(cluster: ClusterSpec, options: PlanOptions, possible: list[int]) -> PlanError:
+    """Return the error if the options allow no number of stages.
+
+    Args:
+        possible: numbers of stages that other schedules or meshes would allow.
+    """
     wanted = options.num_stages
     schedule = options.schedule
     where = _where(cluster, options)
@@ -361,6 +376,7 @@ def _no_such_stages(cluster: ClusterSpec, options: PlanOptions, possible: list[i
 
 
 def _short(numbers: list[int]) -> str:
+    """Return numbers as text, shortened to nine."""
     if len(numbers) > 8:
         return f"{', '.join(map(str, numbers[:6]))}, ..., {numbers[-1]}"
     return ", ".join(map(str, numbers))
@@ -403,6 +419,7 @@ def stage_fits(cluster: ClusterSpec, candidates: tuple[tuple[int, int], ...]) ->
 
 
 def _sizes(limit: int, all_sizes: bool) -> list[int]:
+    """Return sizes up to `limit`: all, or powers of two and divisors."""
     if all_sizes:
         return list(range(1, limit + 1))
     sizes = []

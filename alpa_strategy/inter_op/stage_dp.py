@@ -248,6 +248,14 @@ class _Search:
     def _way(
         self, a: int, column: np.ndarray | None, following: np.ndarray, left: np.ndarray
     ) -> StageOption:
+        """Return the costs of stages that send along boundary option `a`.
+
+        Args:
+            a: index of the boundary in the tables.
+            column: [layer] seconds of a transfer to the next stage; None for the last stage.
+            following: submeshes of the next stage.
+            left: whether a number of devices may remain for it.
+        """
         seconds = np.ascontiguousarray(self.tables.seconds[:, :, a].transpose(2, 0, 1))
         once = self.tables.once_seconds[:, :, a].transpose(2, 0, 1)
         finite = np.isfinite(seconds)
@@ -405,6 +413,16 @@ class _Search:
     def _read(
         self, came: list[np.ndarray], count: int, submesh: int, threshold: float
     ) -> StageChoice:
+        """Return the stages of the cheapest pipeline that the program found, read from its first
+        stage on.
+
+        Args:
+            came: for each number of remaining stages, the encoded (end, next submesh) of the first
+                of them.
+            count: number of stages.
+            submesh: that of the first stage.
+            threshold: largest seconds that a stage may add to the steady phase.
+        """
         t, m = self.tables, self.num_submeshes
         first, devices = 0, self.num_devices
         stages: list[StageRange] = []

@@ -104,7 +104,7 @@ class StageCost:
     update: float = 0.0
 
     def seconds(self, remat: bool = False) -> float:
-        """Return the seconds of one micro-batch."""
+        """Return seconds of forward and backward of a micro-batch; with `remat` two forwards."""
         return self.forward * (2 if remat else 1) + self.backward
 
     def num_bytes(self, in_flight: float, remat: bool = False) -> float:
@@ -208,6 +208,10 @@ def take_apart(intra: IntraOp, starts: Sequence[int] = (0,)) -> StageProblem:
 
 
 def _transfer_parts(intra: IntraOp, spans: "RematSpans", index: int) -> CostBreakdown:
+    """Return the [source, target] costs of a resharding by component: forward, backward, once per
+    step,
+    and bytes.
+    """
     transfer, layouts = intra.problem.transfers[index], intra.transfers[index]
     span, made_in = spans.of_use(transfer, transfer.uses[0]), spans.of_choice(transfer.producer)
     meta = intra.step.values[layouts.value]
@@ -251,8 +255,10 @@ def _transfer_parts(intra: IntraOp, spans: "RematSpans", index: int) -> CostBrea
 
 
 def _held_bytes(intra: IntraOp, op: int) -> np.ndarray:
-    """Return [strategy] the bytes of an op's results that stay for the step: of an op that runs
-    once per step, those that micro-batches read or another such op saves.
+    """Return [strategy] the bytes that an op's results add to memory until the end of the step.
+
+    These are results which micro-batches read or an op that runs once per step saves. Views, and
+    results that count as saved already, are 0.
     """
     step, options = intra.step, intra.ops[op]
     total = np.zeros(len(options.outputs))
@@ -452,6 +458,7 @@ class RematSpans:
         return PER_STEP if op in self.intra.per_step.ops else self._place(op)
 
     def _place(self, op: int) -> int:
+        """Return the index of the recompute segment that has an op."""
         return bisect_right(self.starts, op) - 1
 
     def of_use(self, transfer: Transfer, use: Use) -> int:
@@ -519,6 +526,9 @@ def balanced_groups(weights: Sequence[float], count: int) -> tuple[int, ...]:
 
 
 def _greedy(weights: Sequence[float], limit: float) -> tuple[int, ...]:
+    """Return the first positions of segments, each as long as its weights sum to at most
+    `limit`.
+    """
     starts, total = [0], 0.0
     for position, weight in enumerate(weights):
         if total + weight > limit * (1 + 1e-12) and position > starts[-1]:

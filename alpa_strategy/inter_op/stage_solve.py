@@ -374,6 +374,9 @@ class StageSolver:
         return self._solved(priced, FittedStage(priced.request.starts, solution, working))
 
     def _solved(self, priced: PricedStage, fitted: FittedStage) -> SolvedStage:
+        """Return the plan and costs of a stage for one fitted solution, with its proven relative
+        gap.
+        """
         stage = priced.unrestricted(fitted.starts)
         cost = cost_of(stage, fitted.solution.assignment, fitted.temporary_bytes)
         plan = replace(
@@ -413,9 +416,11 @@ class StageSolver:
         )
 
     def temporary_bytes(self, intra: IntraOp, solution: Solution) -> float:
+        """Return the peak of temporary bytes on a device under a solution."""
         return working_bytes(intra, solution.assignment, self.job.gradients_begin)
 
     def _fits(self, stage: StageProblem, solution: Solution, request: StageRequest) -> bool:
+        """Return whether a stage's solution fits into a device's memory."""
         cost = cost_of(stage, solution.assignment, self.temporary_bytes(stage.intra, solution))
         return (
             cost.num_bytes(request.alive / request.stages_per_mesh)

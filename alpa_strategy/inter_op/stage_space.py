@@ -168,7 +168,9 @@ class StageSpace:
 
     @cached_property
     def tables(self) -> StageTables:
-        """The runs of all submeshes side by side."""
+        """Costs of all runs of layers on all submeshes, inf where a run is not allowed or does not
+        fit.
+        """
         cluster = self.job.cluster
         num_devices = cluster.num_devices
         seconds = self._stacked("seconds", np.inf) + self.overhead
@@ -220,6 +222,7 @@ class StageSpace:
 
     @cached_property
     def _without_recomputation(self) -> StageTables:
+        """Return the tables with inf seconds for all candidates that recompute."""
         seconds = self.tables.seconds.copy()
         for mesh, runs in enumerate(self.runs):
             num_candidates = runs.remat.shape[2]

@@ -172,7 +172,7 @@ class OptionTables:
         self._transfers: dict[tuple, tuple[tuple, TransferTables]] = {}
 
     def op(self, call: OpCall) -> OpOptions:
-        """Return the strategies of an op."""
+        """Return the strategies of an op and their costs, made at the first such call."""
         if call not in self._ops:
             self._ops[call] = op_options(call, self.mesh, self.costs)
         return self._ops[call]
@@ -186,7 +186,12 @@ class OptionTables:
     def without_parameters(
         self, options: OpOptions, metas: tuple[TensorMeta | None, ...]
     ) -> OpOptions:
-        """Return `options.without_parameters`: equal arguments give the same object."""
+        """Return the options without bytes of parameters; equal arguments give the same object.
+
+        Args:
+            options: of an op.
+            metas: of each operand, None for operands that are no parameters.
+        """
         key = id(options), metas
         if key not in self._resident:
             self._resident[key] = options, without_parameters(options, metas, self.mesh)
@@ -533,6 +538,9 @@ class _Builder:
 def _with_resident_parameters(
     step: StepGraph, ops: Sequence[OpOptions], tables: OptionTables
 ) -> Iterator[OpOptions]:
+    """Yield the options of each op, without bytes of parameters and their views: these are stored
+    anyway.
+    """
     resident = {p.value: p.meta for p in step.parameters}
     for op, options in zip(step.ops, ops, strict=True):
         metas = tuple(resident.get(value) for value in op.operands)

@@ -65,7 +65,7 @@ def decode(
 
 
 def _num_chunks(intra: IntraOp, assignment: Sequence[int]) -> dict[str, int]:
-    """Return `StagePlan.num_chunks` of an assignment."""
+    """Return name -> number of chunks of the matmuls whose collective is overlapped with them."""
     chunks_of_matmul: dict[str, int] = {}
     for _, value, source, targets in (
         used_transfers(intra, assignment) if intra.mesh.overlap else ()
@@ -382,6 +382,9 @@ def _forward_seconds(
 
 
 def _gatherings(intra: IntraOp, assignment: Sequence[int]) -> Iterator[_Gathering]:
+    """Yield what the assignment gathers for each op that runs per micro-batch: bytes and
+    seconds.
+    """
     mesh = intra.mesh
     for op, value, source, target in _gathered(intra, assignment):
         if op not in intra.per_step.ops:

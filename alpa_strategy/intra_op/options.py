@@ -198,6 +198,8 @@ def parameter_options(
 ) -> ParameterOptions:
     """Return every combination of storage modes over the mesh axes, with seconds and bytes.
 
+    Combinations under which a device would have no shard are left out.
+
     Args:
         read: dtype in which the step uses the parameter.
         num_steps: of gradient accumulation; work that is done once per optimizer step is shared by
@@ -524,7 +526,7 @@ def is_gather(source: DualLayout, target: DualLayout) -> bool:
 
 
 def gathers(sources: Sequence[DualLayout], targets: Sequence[DualLayout]) -> np.ndarray:
-    """Return [source, target] `is_gather`."""
+    """Return [source, target] whether some axis goes from a shard to the full value."""
     before = np.array([_is_sharded(layout) for layout in sources])
     after = np.array([_is_sharded(layout) for layout in targets])
     return (before[:, None] & ~after[None]).any(axis=2)

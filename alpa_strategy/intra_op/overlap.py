@@ -128,6 +128,7 @@ def weights_seconds(
 
 
 def _is_plain(step: StepGraph, op: int) -> bool:
+    """Return whether an op is a matmul with a weight of two dims."""
     matmul = product_of(step.ops[op].call)
     return matmul is not None and len(step.ops[op].call.operands[matmul.weight].shape) == 2
 

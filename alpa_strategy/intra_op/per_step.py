@@ -131,6 +131,14 @@ def _with_own_constants(graph: StepGraph, moved: set[int], constant: set[int]) -
 
 
 def _derivation(graph: StepGraph, group: frozenset[int], moved: set[int]) -> Derivation:
+    """Return how the values of `group` are computed: all ops needed, parameters read, values that
+    leave.
+
+    Args:
+        graph: the step.
+        group: indices of ops that run once per step.
+        moved: indices of all such ops; they are no consumers of the result.
+    """
     leaving, maker = {*graph.escaping, *graph.sent}, graph.makers
     values = tuple(
         value

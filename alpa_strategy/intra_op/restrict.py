@@ -186,6 +186,7 @@ def derived_values(step: StepGraph) -> dict[int, ParameterInput]:
 
 
 def _nothing_left(name: str, options: PlanOptions, optimizer: OptimizerInfo) -> PlanError:
+    """Return the error if options and optimizer allow no way to store parameter `name`."""
     if not optimizer.may_step_shards:
         return PlanError(
             f"the optimizer {optimizer.name} updates parameters by other parameters' gradients, or"

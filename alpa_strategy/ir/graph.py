@@ -574,4 +574,5 @@ def ancestors(ops: Sequence[Op], values: Iterable[int]) -> list[int]:
 
 
 def _digest(rows: list[Any]) -> str:
+    """Return a hash of the rows, the same in every process."""
     return hashlib.sha256(json.dumps(rows).encode()).hexdigest()[:16]

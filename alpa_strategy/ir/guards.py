@@ -125,6 +125,7 @@ class SymbolicScalar:
         return type(other) is type(self) and other.made == self.made
 
     def __hash__(self) -> int:
+        """Return the hash of the expression: the example is the same for many."""
         return hash(self.made)
 
     def __repr__(self) -> str:
@@ -153,7 +154,7 @@ def symbolic(made: CounterRef, like: float) -> SymbolicInt | SymbolicFloat:
 
 
 def _made(function: Callable[..., Any], *args: Any) -> SymbolicInt | SymbolicFloat:
-    """Return the argument for `function(*args)`."""
+    """Return the symbolic scalar of `function(*args)`, some of whose arguments are symbolic."""
     examples = []
     expressions = []
     for arg in args:

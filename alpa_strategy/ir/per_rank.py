@@ -42,6 +42,7 @@ class PerRank(DerivedTarget):
 
     @cached_property
     def _name(self) -> str:
+        """Return a name that is the same for equal ops in every process."""
         inner = self.inner
         text = f"{inner.target_name}{inner.args}{inner.kwargs}{self.mapped}"
         digest = hashlib.sha256(text.encode()).hexdigest()[:8]
@@ -83,6 +84,13 @@ def stacked_over_ranks(
     return tuple(_stacked(list(results)) for results in zip(*returned, strict=True))
 
 
+def with_rank_dim(results: Any) -> Any:
+    """Return the tensor or tensors of a single rank with a leading dim of ranks."""
+    if isinstance(results, Tensor):
+        return results.unsqueeze(0)
+    return tuple(result.unsqueeze(0) for result in results)
+
+
 def _stacked(results: list[Tensor]) -> Tensor:
     """Stack one result of all ranks. That of a single rank is not copied."""
     if len(results) == 1:
@@ -107,4 +115,5 @@ def per_rank_call(inner: OpCall, mapped: tuple[bool, ...], num_ranks: int) -> Op
 
 
 def _with_ranks(meta: TensorMeta, num_ranks: int) -> TensorMeta:
+    """Return the tensor stacked over ranks, [ranks, ...]."""
     return meta.with_shape((num_ranks, *meta.shape))

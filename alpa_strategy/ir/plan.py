@@ -534,6 +534,11 @@ def _check_stage(stage: StagePlan, path: str) -> None:
 
 
 def _check_mesh_shape(shape: tuple[int, ...], path: str) -> None:
+    """Check a mesh shape that was read from a file.
+
+    Raises:
+        PlanError: it is empty or impossible; `path` names the place in the file.
+    """
     if not shape:
         raise PlanError(f"{path} has 0 numbers, expected at least 1", plan_file.FIX)
     if min(shape) < 1 or math.prod(shape) > MAX_DEVICES:

@@ -185,6 +185,11 @@ def _read_fields(kind: Any, data: dict[str, Any], path: str) -> Any:
 
 
 def _read_dict(kind: Any, data: dict[str, Any], path: str) -> dict[Any, Any]:
+    """Return a dict of a plan file with keys and values of the types in `kind`.
+
+    Raises:
+        PlanError: one has another type; `path` names the place in the file.
+    """
     key_kind, item_kind = get_args(kind)
     items = {}
     for key, item in data.items():
@@ -194,6 +199,11 @@ def _read_dict(kind: Any, data: dict[str, Any], path: str) -> dict[Any, Any]:
 
 
 def _read_tuple(kind: Any, data: list[Any], path: str) -> tuple[Any, ...]:
+    """Return a list of a plan file as a tuple of the type `kind`.
+
+    Raises:
+        PlanError: its length or an item differs; `path` names the place in the file.
+    """
     item_kinds = get_args(kind)
     has_any_length = item_kinds[-1] is Ellipsis
     if not has_any_length and len(data) != len(item_kinds):
@@ -216,6 +226,7 @@ def _read_key(kind: type, key: str, path: str) -> Any:
 
 
 def _parameter_text(plan: ParameterPlan) -> str:
+    """Return a parameter's plan as text: placements, segments, host memory, dtype of sums."""
     text = modes_text(plan.module_modes)
     if plan.num_segments != 1:
         text += f"{_IN}{plan.num_segments} segments"
@@ -227,6 +238,11 @@ def _parameter_text(plan: ParameterPlan) -> str:
 
 
 def _read_parameter(text: str, path: str) -> ParameterPlan:
+    """Return the plan of a parameter: inverse of `_parameter_text`.
+
+    Raises:
+        PlanError: the text is not one; `path` names the place in the file.
+    """
     without_dtype = text.removesuffix(_IN_FP32)
     without_host = without_dtype.removesuffix(_ON_HOST)
     shown_modes, _, segments_text = without_host.partition(_IN)
@@ -260,6 +276,11 @@ def _read_parameter(text: str, path: str) -> ParameterPlan:
 
 
 def _read_boundary(text: str, path: str) -> DualLayout:
+    """Return the layout of a value between stages, one placement per mesh axis.
+
+    Raises:
+        PlanError: the text is not one; `path` names the place in the file.
+    """
     if not all(_BOUNDARY_PLACEMENT.fullmatch(placement) for placement in text.split()):
         raise PlanError(
             f"{path}: {text!r} is not a layout of a boundary",
@@ -277,6 +298,11 @@ def _read_strategies(text: str, path: str) -> tuple[AxisStrategy, ...]:
 
 
 def _read_strategy(text: str, path: str) -> AxisStrategy:
+    """Return the strategy of an op on one mesh axis, `S0,R*->S0`.
+
+    Raises:
+        PlanError: the text is not one; `path` names the place in the file.
+    """
     try:
         strategy = AxisStrategy.parse(text)
         # A text that would be written differently was not understood.

@@ -94,6 +94,7 @@ class Checkpoints:
         self._forget()
 
     def _forget(self) -> None:
+        """Reset everything that belongs to one run of the Trainer."""
         self._run: Any = None
         # Of a run that has ended.
         self._run_state: dict[str, Any] | None = None
@@ -126,6 +127,7 @@ class Checkpoints:
 
     @property
     def _store(self) -> ParameterStore:
+        """The run's parameters; those of no sharding before the plan is made."""
         return unsharded_store() if self._run is None else self._run.store
 
     # Loading
@@ -267,6 +269,11 @@ class Checkpoints:
             self.parameters_to_load = {}
 
     def _restore_optimizer(self, optimizer: Optimizer) -> None:
+        """Load the checkpoint's state into an optimizer, each value where its parameter is.
+        Collective.
+
+        Nothing happens if no state was loaded for it.
+        """
         store = self._store
         stored = self._optimizer_states.pop(id(optimizer), None)
         if stored is not None:
@@ -313,6 +320,7 @@ class Checkpoints:
 
     @property
     def _is_in_hook(self) -> bool:
+        """Whether the user's `on_save_checkpoint` runs now."""
         module = None if self._trainer is None else self._trainer.lightning_module
         return getattr(module, "_current_fx_name", None) == "on_save_checkpoint"
 
@@ -331,7 +339,10 @@ class Checkpoints:
             return module.state_dict()
 
     def optimizer_state(self, strategy: Any, optimizer: Optimizer) -> dict[str, Any]:
-        """The optimizer's state dict, likewise."""
+        """Return the optimizer's state dict for a checkpoint: of shards if it is written in shards,
+        else full.
+        Collective.
+        """
         if self._left_alone:
             return {}
         if isinstance(optimizer, LightningOptimizer):
@@ -376,6 +387,12 @@ class Checkpoints:
     def _write(
         self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any, checkpoint_io: Any
     ) -> None:
+        """Write a checkpoint to `path`: sharded, as one file, or by a plugin of the user's.
+        Collective.
+
+        Raises:
+            CheckpointError: it cannot be written, or `storage_options` mean nothing for it.
+        """
         if self._writes_through(checkpoint_io, path):
             checkpoint = self._in_full(checkpoint)
             if self._trainer.is_global_zero:
@@ -424,6 +441,10 @@ class Checkpoints:
             checkpoint_io.remove_checkpoint(path)
 
     def _add_rank_states(self, checkpoint: dict[str, Any]) -> None:
+        """Add the states of all ranks, loaders and random generators among them, to a checkpoint of
+        a
+        training. Collective.
+        """
         if self._trainer.state.fn != TrainerFn.FITTING or "loops" not in checkpoint:
             return
         own = rank_state(
@@ -451,6 +472,7 @@ class Checkpoints:
         return self._form == "single"
 
     def _writer_now(self) -> CheckpointWriter:
+        """Return the writer of this run's process groups, made when these are new. Collective."""
         group = cpu_group("checkpoints")
         if self._writer is None or self._group is not group:
             self._group = group

@@ -31,6 +31,8 @@ def let_cli_read_directories() -> None:
 
 
 def _reading_directories(parse: Callable[[Any], None]) -> Callable[[Any], None]:
+    """Return LightningCLI's `_parse_ckpt_path`, extended to read our checkpoint folders."""
+
     @wraps(parse)
     def parse_ckpt_path(cli: Any) -> None:
         before = cli.config

@@ -258,6 +258,13 @@ def take_up(
 
 
 def _pass(at: dict[str, Any] | None, now: dict[str, Any], in_the_middle: bool) -> Pass:
+    """Return the pass over the data to be resumed, at the stored state or after its epoch.
+
+    Args:
+        at: the pass as stored; None without one.
+        now: the loader's own state.
+        in_the_middle: whether the checkpoint was made within the epoch.
+    """
     if at is None:
         return Pass(now=now)
     if in_the_middle:
@@ -283,6 +290,9 @@ def _warn_of_other_order() -> None:
 
 
 def _scaled(num_batches: int, num_before: int, num_now: int) -> int:
+    """Return `num_batches` of `num_before` ranks in batches of `num_now` ranks, rounded down with a
+    warning.
+    """
     scaled, rest = divmod(num_batches * num_before, num_now)
     if rest:
         rank_zero_warn(

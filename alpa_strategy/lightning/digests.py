@@ -157,7 +157,14 @@ class ReplicaChecksum:
         return step < self._every and step & (step - 1) == 0
 
     def compare(self, when: str) -> None:
-        """RuntimeMismatchError, on all ranks, that names what differs."""
+        """Check that all copies of a tensor have the same content on all ranks. Collective.
+
+        Args:
+            when: the moment, for the error.
+
+        Raises:
+            RuntimeMismatchError: they differ; on all ranks.
+        """
         if self._first.numel() == 0:
             return
         nothing = torch.zeros((), dtype=torch.int64, device=self._device)
@@ -317,4 +324,5 @@ def _is_bad(x: Tensor) -> Tensor:
 
 
 def _first(seen: Sequence[tuple[str, Tensor]]) -> str | None:
+    """Return the first name whose flag is set."""
     return next((name for name, flag in seen if flag), None)

@@ -276,6 +276,9 @@ class EagerRun(ShardedRun):
 
     @override
     def begin_check(self, batch: Any = None, loss: Tensor | None = None) -> None:
+        """Also report what the forward saved for the backward, and warn of a first loss that is
+        nan.
+        """
         super().begin_check(batch, loss)
         if loss is None:
             return
@@ -296,6 +299,7 @@ class EagerRun(ShardedRun):
 
     @override
     def training_step(self, batch: Any, batch_idx: int, eager_step: Callable[[], Any]) -> Any:
+        """Run the module's own step, parameters gathered while they are used."""
         self.take_buffers()
         if self.on_use is not None:
             self.on_use.on_demand.begin()
@@ -342,6 +346,7 @@ class EagerRun(ShardedRun):
 
     @override
     def finish_backward(self) -> None:
+        """Wait for the gradients' reductions, and free gathered parameters. Collective."""
         with nullcontext() if self.on_use is None else self.on_use.suspended():
             self.store.finish_backward(self.step_completed)
         if self.on_use is not None and not self.on_use.is_active:
@@ -349,6 +354,7 @@ class EagerRun(ShardedRun):
 
     @override
     def state_dict(self) -> dict[str, Any]:
+        """Return the run's state for checkpoints, marked as that of an eager run."""
         return {"as_written": True, **super().state_dict()}
 
 

@@ -108,6 +108,12 @@ class FullParameters:
 
     @contextmanager
     def _suspended(self, is_stepping: bool) -> Iterator[None]:
+        """Context in which parameters are shards again, if they were full.
+
+        Args:
+            is_stepping: whether the optimizer steps in it; full parameters are gathered anew after
+                it.
+        """
         self._write_back(is_stepping)
 
         was_entered = self.is_entered
@@ -202,6 +208,7 @@ class FullParameters:
         return None if full_grad is None else self.store.shard_like(parameter, full_grad)
 
     def _write_parameter(self, parameter: nn.Parameter, full: Tensor, shard: Tensor) -> None:
+        """Write the full value of a parameter back into its shards, where it differs."""
         # Unchanged shards are not written: that would count as a change between forward and
         # backward.
         if not torch.equal(self.store.shard_like(parameter, full), shard):

@@ -61,12 +61,16 @@ class LoggerReport:
             self._since = now
 
     def _log_plan(self, plan: "Plan") -> None:
+        """Log the plan's figures, and store its page, with all loggers."""
         hyperparameters = _prefixed(plan_hyperparameters(plan))
         for logger in self._trainer.loggers:
             logger.log_hyperparams(hyperparameters)
             _store_page(logger, plan)
 
     def _log_metrics(self, run: "ShardedRun", seconds: float) -> None:
+        """Log seconds, memory and rate of a step beside what was predicted, to all loggers of the
+        Trainer.
+        """
         metrics = {
             "step_seconds": seconds,
             "predicted_step_seconds": run.plan.predicted.step_seconds,

@@ -76,11 +76,13 @@ def refuse_alpa(kind: type, error: Callable[[], Exception]) -> None:
 
 
 def _is_alpa(strategy: Any) -> bool:
+    """Return whether the argument `strategy` of a Trainer selects ours."""
     is_name = isinstance(strategy, str) and strategy.lower() == NAME
     return is_name or isinstance(strategy, ParallelJob)
 
 
 def _refuse_in_other_package(module: ModuleType) -> None:
+    """Let the other package's Trainer refuse our strategy."""
     trainer = getattr(module, "Trainer", None)
     if isinstance(trainer, type):
         refuse_alpa(trainer, other_package_error)
@@ -92,6 +94,10 @@ class _WhenImported(MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
+        """Return the spec of `pytorch_lightning`, whose Trainer will refuse `strategy="alpa"`.
+
+        None for all other packages.
+        """
         if fullname != OTHER_PACKAGE:
             return None
         sys.meta_path.remove(self)

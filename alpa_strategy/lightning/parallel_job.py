@@ -67,6 +67,9 @@ class Launcher(_SubprocessScriptLauncher):
     def launch(
         self, function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any
     ) -> Any:
+        """Start the other ranks of this node, unless a job manager does, and call `function` on
+        this one.
+        """
         self.cluster_environment.validate_settings(
             num_devices=self.num_processes, num_nodes=self.num_nodes
         )
@@ -86,6 +89,7 @@ class Launcher(_SubprocessScriptLauncher):
 
     @override
     def kill(self, signum: Any) -> None:
+        """Send a signal to the other ranks of this node, whose end is then no failure."""
         self._ending.set()
         super().kill(signum)
 
@@ -211,6 +215,9 @@ class ParallelJob(DDPStrategy):
 
     @override
     def _configure_launcher(self) -> None:
+        """Set the launcher; none for a single process, and none if a job manager starts the
+        ranks.
+        """
         assert self.cluster_environment is not None
         # Without a launcher, a single process works in a notebook, too.
         if self.num_processes * self.num_nodes == 1:
@@ -220,6 +227,7 @@ class ParallelJob(DDPStrategy):
 
     @override
     def setup_environment(self) -> None:
+        """Set CUDA's number of queues, then make the process groups. Collective."""
         # A pipeline has a stream for each channel and direction. CUDA's default of 8 queues would
         # let some share a queue, where a receive that waits for another rank can block the send
         # that this rank waits for. CUDA reads the variable when the device is first used.
@@ -291,6 +299,7 @@ class ParallelJob(DDPStrategy):
 
     @override
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        """Return whether all ranks, or any, decided so. Collective."""
         self._meet()
         return not any_rank([not decision])[0] if all else any_rank([bool(decision)])[0]
 
@@ -437,6 +446,7 @@ class JobSignals:
         self._installed.close()
 
     def _restore_interrupt(self) -> None:
+        """Restore the handler of Ctrl-C."""
         # Lightning's teardown restores the handlers of this dict.
         self._connector._original_handlers[signal.SIGINT] = self._old_interrupt
         if signal.getsignal(signal.SIGINT) == self._on_interrupt:
@@ -540,6 +550,7 @@ class JobSignals:
         self._start_to_end(signum, interrupts=self._old_interrupt is not None)
 
     def _start_to_end(self, signum: int, interrupts: bool) -> None:
+        """Start the timers that end this process after a signal, if it does not end by itself."""
         if self._ending_signal is not None:
             return
         self._ending_signal = signum
@@ -551,6 +562,7 @@ class JobSignals:
             timer.start()
 
     def _interrupt(self) -> None:
+        """Interrupt the main thread, as Ctrl-C does."""
         self._interrupted = True
         signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
 

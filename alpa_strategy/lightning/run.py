@@ -210,16 +210,19 @@ class Run(ShardedRun):
 
     @override
     def in_step(self) -> Any:
+        """Context of a training step; its time starts."""
         self._loop_clock.enter()
         return super().in_step()
 
     @override
     def stepped(self) -> None:
+        """Finish an optimizer step; its time ends."""
         super().stepped()
         self._loop_clock.leave()
 
     @override
     def finish_backward(self) -> None:
+        """Wait for the gradients' reductions, and average them over replicas. Collective."""
         # Gradients of a pipeline were complete before it.
         if not self.plan.is_pipelined:
             self.store.finish_backward(
@@ -235,6 +238,7 @@ class Run(ShardedRun):
 
     @override
     def stepping(self) -> AbstractContextManager[None]:
+        """Context of an optimizer step, fused for the optimizers that can be."""
         stepping = super().stepping()
         return self._fused_in(stepping) if self._to_fuse else stepping
 

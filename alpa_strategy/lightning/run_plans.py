@@ -44,7 +44,7 @@ class RunPlans:
         return list({**earlier, **self._used}.values())
 
     def add(self, plan: PlanData) -> None:
-        """The run uses this plan."""
+        """Add a plan that the run uses."""
         self._used[_digest(plan)] = plan
 
     def find(self, wanted: Fingerprint, cluster: ClusterSpec, memory_limit: float) -> Plan | None:
@@ -89,6 +89,7 @@ def resumed_plans(state: Mapping[str, Any]) -> RunPlans:
 
 
 def _is_plan(data: Any) -> bool:
+    """Return whether data of a checkpoint is a plan of this version."""
     prints = data.get("fingerprint") if isinstance(data, Mapping) else None
     return isinstance(prints, Mapping) and set(prints) == set(Fingerprint.__dataclass_fields__)
 

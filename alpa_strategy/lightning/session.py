@@ -207,7 +207,7 @@ class Session:
             return EagerRun(inputs, reason, is_new)
 
     def _enter(self, run: "ShardedRun", state: ModuleState) -> None:
-        """The module is sharded by `run`."""
+        """Set the run that shards the module now, and its plan."""
         self._state = state
         self.run = run
         self.plan = run.plan
@@ -302,6 +302,7 @@ class Session:
         self._unshard()
 
     def _unshard(self) -> None:
+        """End the run and leave the module with full parameters. Collective."""
         assert self.run is not None
         self.run.release()
         self.run.close()
@@ -339,6 +340,7 @@ class Session:
         return output
 
     def _shard_for_evaluation(self, module: Any) -> None:
+        """Shard the parameters of a module that is only evaluated, so that none is stored full."""
         from alpa_strategy.lightning.eager_run import EagerRun
         from alpa_strategy.lightning.sharded_run import RunInputs
 

@@ -44,6 +44,9 @@ def _key(value: Any, leaves: list[Any]) -> Hashable:
 
 
 def _leaf_key(leaf: Any) -> Hashable:
+    """Return what a captured step depends on in a leaf of the batch: shape and dtype, type, or
+    value.
+    """
     if isinstance(leaf, Tensor):
         return leaf.shape, leaf.dtype
     return type(leaf).__qualname__ if may_be_unread(leaf) else leaf

@@ -180,7 +180,7 @@ class ShardedRun(ABC):
 
     @cached_property
     def _trainer(self) -> Any:
-        """The module's, whose property takes microseconds each time."""
+        """The module's Trainer, cached: the module's own property takes microseconds each time."""
         return self.module.trainer
 
     def step_completed(self, parameters: Sequence[nn.Parameter]) -> None:
@@ -193,6 +193,10 @@ class ShardedRun(ABC):
             stepper(parameters)
 
     def _stepper(self) -> StepByBucket | None:
+        """Return what steps the optimizer bucket by bucket during the backward.
+
+        None if anything looks at all gradients first: clipping, a scaler, hooks of the user.
+        """
         trainer, plugin = self._trainer, self._trainer.precision_plugin
         is_one = self.module.automatic_optimization and len(self.optimizers) == 1 and self.syncs
         looks = self._gradient_check, trainer.gradient_clip_val, getattr(plugin, "scaler", None)
@@ -244,6 +248,7 @@ class ShardedRun(ABC):
 
     @contextmanager
     def _in_use(self, on_use: EagerFullyShard) -> Iterator[None]:
+        """Context in which parameters are gathered when used, and gradients reduced."""
         with self.store.listening(True), on_use.in_use(for_backward=True):
             yield
 
@@ -314,7 +319,10 @@ class ShardedRun(ABC):
     # while it is used.
 
     def start_evaluation(self) -> None:
-        """Prepare a loop over evaluation batches. Collective."""
+        """Prepare a loop over evaluation batches: full parameters, or gathered on use if memory is
+        short.
+        Collective.
+        """
         # Every rank loads all samples.
         if self._job.options.batch_scope == "global" and self._job.replica is None:
             for _, metric in outermost_metrics(self.module):
@@ -349,7 +357,7 @@ class ShardedRun(ABC):
         return output
 
     def end_evaluation(self) -> None:
-        """End a loop over evaluation batches. Collective."""
+        """End a loop over evaluation batches: parameters are shards again. Collective."""
         self.metrics.make_local()
         on_use, self._evaluates = self._evaluates, None
         if on_use is not None:
@@ -388,6 +396,7 @@ class ShardedRun(ABC):
         return self._against("whole parameters and optimizer state", whole + state)
 
     def _against(self, what: str, needed: float) -> str | None:
+        """Return a sentence if `needed` bytes exceed a device's memory, else None."""
         if needed <= self.memory_limit:
             return None
         return f"{what} need {format_bytes(needed)} per device of {format_bytes(self.memory_limit)}"

@@ -244,7 +244,7 @@ def _set_sync(metric: Metric, sync: bool) -> None:
 
 
 def _keep_synced(metric: Metric) -> None:
-    """Every rank's state becomes that of all ranks."""
+    """Give the metric the state of all ranks, which stays. Collective."""
     # Lists become one tensor there, which `update` could not append to.
     metric.sync()
     for name, default in metric._defaults.items():

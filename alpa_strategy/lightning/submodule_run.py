@@ -126,6 +126,7 @@ class SubmoduleRun(ShardedRun):
 
     @override
     def training_step(self, batch: Any, batch_idx: int, eager_step: Any) -> Any:
+        """Run the module's own step on the replica's batch; planned submodules run as programs."""
         self.take_buffers()
         for metric in self._metrics:
             self.metrics.make_global(metric)
@@ -171,12 +172,14 @@ class SubmoduleRun(ShardedRun):
     @override
     @contextmanager
     def in_step(self) -> Iterator[None]:
+        """Context of a training step, in which planned submodules run as programs."""
         active = patched([(self._forwards, "is_active", True), (self._glue, "sees", True)])
         with super().in_step(), active:
             yield
 
     @override
     def finish_backward(self) -> None:
+        """Average the gradients over replicas. Collective."""
         if self.syncs:
             with self._sharded_access():
                 average(
@@ -188,12 +191,14 @@ class SubmoduleRun(ShardedRun):
 
     @override
     def check_gradients(self) -> None:
+        """Check the gradients with sharded parameters in place."""
         with self._sharded_access():
             super().check_gradients()
 
     @contextmanager
     @override
     def stepping(self) -> Iterator[None]:
+        """Context of an optimizer step: gradients are averaged, parameters are shards."""
         # With manual optimization, `loss.backward()` may have run before. Averaging twice changes
         # nothing.
         if not self.module.automatic_optimization:
@@ -208,6 +213,7 @@ class SubmoduleRun(ShardedRun):
 
     @override
     def changed_parameters(self) -> str | None:
+        """Return why a new plan is needed, None if it is not."""
         if self._num_updates and self._forwards.recorded is not None:
             self.calls = self._forwards.recorded
             return "the first step has shown which submodules can be planned"
@@ -394,6 +400,10 @@ class Forwards:
         *args: Any,
         **kwargs: Any,
     ) -> Any:
+        """Run a planned module: by its program if one serves these inputs, else by its own forward.
+
+        While a capture records, the call is recorded.
+        """
         copied_forward = forward_of_copy(module)
         if copied_forward is not None:
             return copied_forward(*args, **kwargs)

@@ -16,7 +16,6 @@ from torch import Tensor
 from alpa_strategy.comm.mesh import MeshComm
 from alpa_strategy.comm.random import ShardedRandom
 from alpa_strategy.comm.reshard import Reshard
-from alpa_strategy.comm.saved_tensor_hooks import active_regather
 from alpa_strategy.cost.flops import product_kind
 from alpa_strategy.intra_op.build import batch_layout
 from alpa_strategy.intra_op.options import is_gather, local_bytes
@@ -24,8 +23,8 @@ from alpa_strategy.intra_op.overlap import Product, product_of
 from alpa_strategy.intra_op.per_step import casts_of_parameters
 from alpa_strategy.ir.graph import Op, StepGraph
 from alpa_strategy.ir.guards import SymbolicScalar, at_counters, is_symbolic
-from alpa_strategy.ir.op import AxisStrategy, LocalCall, OpCall, Slot, map_slots, with_slots
-from alpa_strategy.ir.per_rank import PerRank
+from alpa_strategy.ir.op import AxisStrategy, LocalCall, OpCall, Slot
+from alpa_strategy.ir.per_rank import PerRank, with_rank_dim
 from alpa_strategy.ir.placement import INVARIANT, DualLayout, dual_layout_to_str, value_layout
 from alpa_strategy.ir.plan import StagePlan
 from alpa_strategy.lower.leaving import leaving_layout, reads_others_buffers
@@ -42,6 +41,7 @@ from alpa_strategy.lower.local_ops import batch_norm_in_parts, build_local_op
 from alpa_strategy.lower.lowered_step import LoweredStep, per_step_name
 from alpa_strategy.lower.overlapped_matmul import MatmulSpec, OverlappedMatmul
 from alpa_strategy.lower.segments import Compiler, is_compilable
+from alpa_strategy.lower.unsaved_results import without_saving
 from alpa_strategy.sharding.strategies import localize
 
 
@@ -183,16 +183,36 @@ class ProgramWriter:
         call = local.call.on(self.device)
         target = call.target
         is_saved = op.name not in self.stage.recomputed_ops
+        is_plain = is_saved and local.random_axes is None and not is_symbolic(op.call)
+        if is_plain and isinstance(target, PerRank) and target.num_ranks == 1:
+            return self.call_of_one_rank(op, target, operands)
         if not is_saved:
-            target = _without_saving(target, op.name in self.stage.stored)
+            target = without_saving(target, op.name in self.stage.stored)
         if local.random_axes is not None:
             target = functools.partial(self.random.run, local.random_axes, target)
         code = self.call_text(function, target, op, call, operands)
-        if local.random_axes is not None or not is_saved:
-            return code, None
-        if is_symbolic(op.call) or not is_compilable(call):
+        if not is_plain or not is_compilable(call):
             return code, None
         return code, call
+
+    def call_of_one_rank(
+        self, op: Op, target: PerRank, operands: list[str]
+    ) -> tuple[str, OpCall | None]:
+        """Write the call of a rank's op where this device has the samples of a single rank.
+
+        It is the op itself, so that it is compiled together with its neighbours.
+
+        Returns:
+            (the expression, the op's call if it may be compiled, else None).
+        """
+        inner = target.inner.on(self.device)
+        of_rank = []
+        for operand, is_mapped in zip(operands, target.mapped, strict=True):
+            of_rank.append(f"{operand}[0]" if is_mapped else operand)
+        text = self.call_text(f"f_{op.name}", inner.target, op, inner, of_rank)
+        self.namespace[with_rank_dim.__name__] = with_rank_dim
+        code = f"{with_rank_dim.__name__}({text})"
+        return code, inner if is_compilable(inner) else None
 
     def _call_at_counters(
         self, op: Op, local: LocalCall, strategies: tuple[AxisStrategy, ...]
@@ -559,33 +579,3 @@ class ProgramWriter:
 
 def _is_image_convolution(call: OpCall) -> bool:
     return product_kind(call) == "convolution" and len(call.operands[0].shape) == 4
-
-
-def _without_saving(target: Callable[..., Tensor], is_stored: bool) -> Callable[..., Tensor]:
-    """`target`, whose result is not saved for the backward of other ops (`SavedTensorHooks`).
-
-    Args:
-        is_stored: whether the result is offloaded to host memory; else it is recomputed.
-    """
-
-    def run(*args: Any, **kwargs: Any) -> Tensor:
-        result = target(*args, **kwargs)
-        hooks = active_regather()
-        if hooks is None or not result.requires_grad:
-            return result
-        if is_stored:
-            hooks.note_stored(result)
-            return result
-
-        operands: list[Tensor] = []
-        # References none of the operands.
-        arguments = with_slots((args, tuple(kwargs.items())), Tensor, operands)
-
-        def recompute(tensors: list[Tensor]) -> Tensor:
-            same_args, same_kwargs = map_slots(arguments, lambda slot: tensors[slot.index])
-            return target(*same_args, **dict(same_kwargs))
-
-        hooks.note_made(result, recompute, operands)
-        return result
-
-    return run

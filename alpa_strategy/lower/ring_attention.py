@@ -203,6 +203,9 @@ def _zigzag(comm: AxisComm, tensors: Tensors, back: bool = False) -> Tensors:
 
 
 def _attend(query: Tensor, pair: Tensors, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+    """Return (output, log of the sum of exponentials) of attention to one block of keys and
+    values.
+    """
     key, value = (_as_heads(x, query) for x in pair)
     if query.device.type == "cpu":
         return aten._scaled_dot_product_flash_attention_for_cpu(
@@ -264,6 +267,7 @@ def _attend_backward(
 
 
 def _has_flash(query: Tensor) -> bool:
+    """Return whether PyTorch's flash attention kernel runs such queries."""
     if query.device.type != "cuda" or query.dtype not in _HALVES:
         return False
     is_ampere = torch.cuda.get_device_capability(query.device) >= (8, 0)
@@ -271,6 +275,7 @@ def _has_flash(query: Tensor) -> bool:
 
 
 def _scores(query: Tensor, key: Tensor, causal: bool, scale: float) -> Tensor:
+    """Return the scaled products of queries and keys, -inf where masked."""
     scores = (query @ key.mT).to(_wide(query)) * scale
     if not causal:
         return scores
@@ -285,4 +290,5 @@ def _as_heads(tensor: Tensor, query: Tensor) -> Tensor:
 
 
 def _as_groups(grad: Tensor, groups: int) -> Tensor:
+    """Return the gradient of shared keys or values, summed over the query heads that share them."""
     return grad if grad.shape[1] == groups else grad.unflatten(1, (groups, -1)).sum(2)

@@ -227,6 +227,9 @@ class _Renamed(ast.NodeTransformer):
         self.bound: dict[str, str] = {}
 
     def visit_Name(self, node: ast.Name) -> ast.Name:
+        """Return the name as numbered by its kind: made here `t`, argument `a`, bound object
+        `g`.
+        """
         known = self._namespace.get(node.id)
         if node.id in self._made:
             names, letter = self._own, "t"
@@ -268,14 +271,30 @@ def _layers(lines: Sequence[Line], made_ahead: Collection[int]) -> Iterator[list
     sizes = Counter(
         path for line in lines if line.call is not None for path in _numbered(line.module)
     )
-    layer_names = [
-        next((path for path in _numbered(line.module) if sizes[path] >= LEAST_OPS), "")
-        for line in lines
-    ]
+    layer_names = [_layer_of(line.module, sizes) for line in lines]
     runs = [list(numbers) for _, numbers in groupby(range(len(lines)), key=layer_names.__getitem__)]
     for layer in runs:
         ahead = [replace(lines[number], call=None) for number in layer if number in made_ahead]
         yield [*ahead, *(lines[number] for number in layer if number not in made_ahead)]
+
+
+def _layer_of(module: str, sizes: Mapping[str, int]) -> str:
+    """Return the path of the layer that a module belongs to; empty if it is in none.
+
+    Of the modules around it that are one of a row (`blocks.3`) it is the largest that makes one
+    segment. Where all are larger, it is the smallest that is worth a segment.
+
+    Args:
+        sizes: number of ops of every such module.
+    """
+    paths = _numbered(module)
+    for path in reversed(paths):
+        if LEAST_OPS <= sizes[path] <= MOST_OPS:
+            return path
+    for path in paths:
+        if sizes[path] >= LEAST_OPS:
+            return path
+    return ""
 
 
 def _numbered(module: str) -> list[str]:

@@ -88,7 +88,12 @@ def cut(tensor: Tensor, how: MicrobatchPlacement, num_microbatches: int, index: 
 
 
 def joined(parts: Sequence[Tensor], how: MicrobatchPlacement) -> Tensor:
-    """Return the full tensor of all micro-batches: inverse of `cut`."""
+    """Return the full tensor of its micro-batches' chunks: inverse of `cut`.
+
+    Args:
+        parts: the tensor of each micro-batch.
+        how: a placement of kind `rows`.
+    """
     runs = [part.unflatten(how.dim, (how.segments, -1)) for part in parts]
     stacked = torch.stack(runs, how.dim + 1)
     return stacked.flatten(how.dim, how.dim + 2)

@@ -126,6 +126,9 @@ class PlacementWalk:
     """Chooses a strategy for every op of a step.
 
     Args:
+        step: the step of the full batch.
+        num_microbatches: into which the batch is split.
+        num_runs: equal runs of samples in the batch, one after the other. Each is split.
         independent: values that a prologue may compute, because they depend on no parameter.
     """
 
@@ -149,7 +152,11 @@ class PlacementWalk:
         return frozenset(self.step.ancestors({self.step.loss}))
 
     def states(self) -> States:
-        """Return the placements. Raises PlanError as `find_states` does."""
+        """Return the placements of all values.
+
+        Raises:
+            PlanError: the step's loss cannot be computed from micro-batches.
+        """
         # Each incomplete walk forces at least one more op, so this ends.
         is_complete = False
         while not is_complete:

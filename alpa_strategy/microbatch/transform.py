@@ -197,6 +197,7 @@ class _Writer:
             self.from_prologue.update((value, WHOLE) for value in step.ops[index].results)
 
     def write(self) -> MicroStep:
+        """Return the step of one micro-batch, with its prologue and epilogue."""
         step = self.step
         epilogue_values = self._results_of(self.states.late)
         epilogue = self._epilogue(epilogue_values)
@@ -249,7 +250,11 @@ class _Writer:
         return [value for value in leaving if value not in self.from_prologue]
 
     def _batch_norm_notes(self, op_indices: list[int]) -> tuple[str, ...]:
-        """Return a note for the user if BatchNorm takes its statistics per micro-batch."""
+        """Return a note for the user if BatchNorm takes its statistics per micro-batch.
+
+        Args:
+            op_indices: the ops that run per micro-batch.
+        """
         for index in op_indices:
             target = self.step.ops[index].call.target
             of_rank = target.inner.target if isinstance(target, PerRank) else target
@@ -333,6 +338,7 @@ class _Writer:
     # Numbers of values in the micro graph
 
     def _new_value(self, meta: TensorMeta) -> int:
+        """Add a value to the micro graph, and return its number."""
         self.values.append(meta)
         return len(self.values) - 1
 

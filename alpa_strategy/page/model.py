@@ -84,6 +84,7 @@ def _explanations(details: PlanDetails | None) -> dict[str, Any]:
 
 
 def _title(plan: Plan) -> str:
+    """Return the plan's title: its mesh, or stages and schedule."""
     if len(plan.stages) == 1:
         stage = plan.stages[0]
         title = f"one stage on mesh {mesh_text(stage.logical_mesh)}"
@@ -107,12 +108,16 @@ def _devices_per_node(plan: Plan, details: PlanDetails | None) -> int:
 
 
 def _limit(details: PlanDetails | None) -> float | None:
+    """Return the memory limit in bytes, None if there is none."""
     if details is None or details.memory_limit >= 1e30:
         return None
     return details.memory_limit
 
 
 def _stage(index: int, stage: StagePlan, details: StageDetails | None) -> dict[str, Any]:
+    """Return a stage as JSON data: seconds, bytes, and its parameters and ops, briefly without
+    details.
+    """
     p = stage.predicted
     data: dict[str, Any] = {
         "index": index,
@@ -147,6 +152,7 @@ def _stage(index: int, stage: StagePlan, details: StageDetails | None) -> dict[s
 
 
 def _parameters_of_plan(stage: StagePlan) -> list[dict[str, Any]]:
+    """Return name, shape and placements of the stage's parameters, as JSON data."""
     parameters = []
     for name, plan in stage.parameter_plans.items():
         parameters.append(
@@ -162,6 +168,7 @@ def _parameters_of_plan(stage: StagePlan) -> list[dict[str, Any]]:
 
 
 def _parameter(parameter: ParameterDetails) -> dict[str, Any]:
+    """Return a parameter as JSON data: layout, bytes and messages of it."""
     return {
         "name": parameter.name,
         "shape": list(parameter.shape),
@@ -183,6 +190,7 @@ def _parameter(parameter: ParameterDetails) -> dict[str, Any]:
 
 
 def _op(op: OpDetails) -> dict[str, Any]:
+    """Return an op as JSON data: strategy, operands, results, seconds, bytes and messages of it."""
     return {
         "name": op.name,
         "target": op.target,
@@ -215,6 +223,7 @@ def _value(value: ValueDetails) -> list[Any]:
 
 
 def _messages(messages: Sequence[MessageDetails]) -> list[dict[str, Any]]:
+    """Return collectives and p2p transfers as JSON data, with bytes and seconds."""
     data = []
     for message in messages:
         data.append(

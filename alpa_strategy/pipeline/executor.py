@@ -153,6 +153,9 @@ class Pipeline:
         ]
 
     def _connect(self) -> None:
+        """Make the groups of all channels between stages, and connect this rank's workers.
+        Collective.
+        """
         ranks = [stage.ranks for stage in self.spec.stages]
         meshes = {index: local_stage.mesh for index, local_stage in self._local_stages.items()}
         channels = [tuple(sorted({*ranks[c.source], *ranks[c.target]})) for c in self.channels]

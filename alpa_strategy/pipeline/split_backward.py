@@ -168,6 +168,7 @@ def _groups(roots: list[Node], inputs: set[Node]) -> list[_Group]:
 
 
 def _below(node: Node) -> list[Node]:
+    """Return the autograd nodes that take a node's gradients."""
     return [below for below, _ in node.next_functions if below is not None]
 
 

@@ -199,7 +199,10 @@ class StageRun:
         return {value: inner_grads.get(value) for value in self._wanted}
 
     def _recomputed(self, number: int) -> _Graph:
-        """Run the forward of a segment once more, with the random numbers of the first time."""
+        """Return the autograd graph of segment `number`, whose forward runs once more with the
+        random numbers
+        of the first time.
+        """
         assert self._inputs is not None
         inputs = replace(self._inputs, received=self._values)
         with self._replays[number]():

@@ -232,7 +232,10 @@ class PlanRuntime:
         return StepProgram(run, step.buffers, _has_updates_of_ranks(step))
 
     def _run_globally(self, step: StepGraph, leaves: Leaves, counters: Mapping[str, int]) -> Values:
-        """Run a step as `global_program` does."""
+        """Run a step unsharded on every rank with the full batch, and return this rank's values;
+        each rank
+        stores its shards of the gradients.
+        """
         scale = self.loss_scale()
         buffers = step_buffers(self.module, step, counters)
         values, parameters = self._compute_globally(step, buffers, leaves, {}, trains=True)

@@ -169,6 +169,11 @@ def _settle_others(intra: IntraOp, assignment: list[int]) -> None:
 
 
 def _index(options: Sequence[object], option: object, name: str) -> int:
+    """Return the index of a plan's layout of `name` among the possible ones.
+
+    Raises:
+        PlanError: it is not among them.
+    """
     try:
         return options.index(option)
     except ValueError:
@@ -211,6 +216,7 @@ class _StageDetails:
             self._transfers_of[transfer.producer].append(index)
 
     def _collect_messages(self) -> None:
+        """Sort the communication of the stage by the op that it belongs to."""
         for resharding, message in transfer_messages(self._intra, self._assigned.assignment):
             first, value, source, target = resharding
             # A value that only leaves the stage is brought by the op that makes it.
@@ -223,6 +229,7 @@ class _StageDetails:
             self._messages_of_op[op].append(self._shown(message, "inside"))
 
     def _shown(self, message: Message, place: str) -> MessageDetails:
+        """Return a message with bytes and seconds; `place` is `before` or `inside` its op."""
         seconds = message.seconds(self._intra)
         return MessageDetails(
             message.kind, message.axis, message.phase, 1, message.num_bytes, seconds, place
@@ -326,6 +333,7 @@ class _StageDetails:
     def _values(
         self, values: Sequence[int], layouts: Sequence[DualLayout]
     ) -> tuple[ValueDetails, ...]:
+        """Return shape, layout and local bytes of values, given with their layouts."""
         mesh_shape = self._intra.mesh.shape
         origin = (0,) * len(mesh_shape)
         shown = []

@@ -310,6 +310,9 @@ def _storage(
 
 
 def _full_mode(meta: TensorMeta) -> str:
+    """Return the placement of a parameter that is stored full: `R*`, `R` if it needs no
+    gradient.
+    """
     return "R*" if meta.requires_grad else "R"
 
 

@@ -158,6 +158,7 @@ class _Question:
             yield text, tuple(strategies)
 
     def _layout_in(self, stage: StagePlan) -> str:
+        """Return the layout in question under another solution of the stage, as text."""
         if self._of.is_parameter:
             return _parameter_layout(stage.parameter_plans[self._of.name])
         return _op_layout(stage.strategies[self._of.name])
@@ -172,6 +173,7 @@ class _Question:
         return self._choice_of(layout, solved)
 
     def _choice_of(self, layout: str, solved: SolvedStage) -> LayoutChoice:
+        """Return the choice of `layout`, priced by the stage as solved with it."""
         seconds = step_with(self._solver.job, self._plan, self._index, solved)
         predicted = self._plan.predicted
         on_host = predicted.host_seconds + predicted.loop_seconds - predicted.hidden_seconds
@@ -189,6 +191,7 @@ class _Question:
         )
 
     def _of_plan(self, layout: str) -> LayoutChoice:
+        """Return the choice that the plan made, with the plan's own predictions."""
         predicted = self._stage.predicted
         return LayoutChoice(
             layout=layout,
@@ -265,6 +268,7 @@ class _Reasons:
         yield from self._what_would_change(best)
 
     def _cost(self, best: LayoutChoice) -> str:
+        """Return a sentence on what the best other layout would cost."""
         assert best.seconds is not None
         assert self.chosen.seconds is not None
         more = best.seconds - self.chosen.seconds
@@ -293,6 +297,9 @@ class _Reasons:
                 yield part, seconds
 
     def _what_would_change(self, best: LayoutChoice) -> Iterator[str]:
+        """Yield sentences on when another layout would win, and on layouts that do not fit into
+        memory.
+        """
         compute = best.compute_seconds - self.chosen.compute_seconds
         communication = best.communication_seconds - self.chosen.communication_seconds
         if compute < 0 < communication:
@@ -313,6 +320,7 @@ def _order(choice: LayoutChoice) -> float:
 
 
 def _is_faster(choice: LayoutChoice, chosen: LayoutChoice) -> bool:
+    """Return whether a choice is noticeably faster than the chosen one."""
     if choice.seconds is None or chosen.seconds is None:
         return False
     return choice.seconds < chosen.seconds * (1 - SAME_SHARE)
@@ -328,5 +336,6 @@ def _op_layout(strategies: Iterable[object]) -> str:
 
 
 def _signed(seconds: float) -> str:
+    """Return a difference of seconds as text with its sign."""
     sign = "+" if seconds >= 0 else "-"
     return f"{sign}{format_seconds(abs(seconds))}"

@@ -63,7 +63,13 @@ def plan_one_stage(
 def _plan_one_stage(
     task: PlanTask, pinned: Mapping[str, ParameterPlan] | None, by_tensor: bool
 ) -> Plan:
-    """Compute what `plan_one_stage` returns."""
+    """Return the best plan of one stage.
+
+    Args:
+        task: the task.
+        pinned: parameter plans that stay; None for a free choice, which has baselines.
+        by_tensor: whether single results may be recomputed.
+    """
     fingerprint = task.fingerprint
     if task.options.remat is None and not by_tensor:
         task = replace(task, options=replace(task.options, remat=False))

@@ -154,6 +154,13 @@ def _per_element(optimizer: Optimizer) -> tuple[float, float, float]:
 
 
 def _probe(optimizer: Optimizer, dtype: torch.dtype) -> tuple[float, float, float]:
+    """Step a copy of the optimizer on a small parameter.
+
+    Returns:
+        (bytes of state per element, bytes moved per element, peak of temporary bytes per byte of
+        the
+        parameters).
+    """
     parameter = torch.nn.Parameter(torch.zeros(_SHAPE, dtype=dtype))
     parameter.grad = torch.ones_like(parameter)
     group, traffic = optimizer.param_groups[0], _Traffic()
@@ -219,4 +226,5 @@ class _Traffic(LiveStorages):
 
 
 def _num_bytes(tree: Any) -> int:
+    """Return the bytes of all tensors of a pytree that have dims."""
     return sum(tensor.nbytes for tensor in tensors_in(tree) if tensor.dim() > 0)

@@ -380,7 +380,11 @@ class PipelineSearch:
                 return self._candidates(space, ceiling)
 
     def _report_no_stages(self, count: int, ceiling: float) -> None:
-        """Add to `failures` that `count` micro-batches have no candidate below `ceiling`."""
+        """Add to `failures` that `count` micro-batches have no candidate below `ceiling` seconds.
+
+        Without a ceiling it is memory that lacks; `last_job` is then the job, for the error's
+        advice.
+        """
         job = self._job(count)
         assert job is not None
         problem = f"no stages fit into {format_bytes(job.memory_limit)} a device"

@@ -91,6 +91,7 @@ class PlanStore:
                 warnings.warn(f"plans are read from {self.folder} only: {error}", stacklevel=3)
 
     def _load(self, path: Path) -> Plan | None:
+        """Return a stored plan; None, with one warning, if the file is damaged."""
         try:
             return Plan.load(path)
         except PlanError as error:

@@ -42,6 +42,7 @@ def plan_on_smaller_batch(
 
 
 def _fit_into(ours: BatchShapes, theirs: BatchShapes) -> bool:
+    """Return whether tensors of shapes `ours` fit into those of `theirs`, dim by dim."""
     if [len(shape) for shape in ours] != [len(shape) for shape in theirs]:
         return False
     pairs = [

@@ -135,6 +135,10 @@ class ModuleCheckpoint:
         *args: Any,
         **kwargs: Any,
     ) -> Any:
+        """Run the module's forward under `torch.utils.checkpoint`, unless the memory budget allows
+        to save its
+        activations.
+        """
         copy_forward = forward_of_copy(module)
         if copy_forward is not None:
             return copy_forward(*args, **kwargs)
@@ -233,6 +237,7 @@ class ActivationBudget:
         self._start_pass()
 
     def _start_pass(self) -> None:
+        """Reset what is counted in one forward pass."""
         # Names of modules that have not been called in this pass.
         self._pending = set(self._kinds)
 
@@ -502,6 +507,11 @@ class ForwardSnapshot:
             restore_current()
 
     def _check_unchanged(self) -> None:
+        """Check that the forward's inputs are unchanged when it is recomputed.
+
+        Raises:
+            RuntimeMismatchError: one was changed in place.
+        """
         if any(version_of(tensor) != version for tensor, version in self._versions.items()):
             raise RuntimeMismatchError(
                 f"a tensor that {self._name} computes with is changed in place before its backward,"

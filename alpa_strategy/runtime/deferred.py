@@ -433,6 +433,7 @@ class Recorder(TorchDispatchMode):
         return storages
 
     def _allocate(self, storage: int) -> torch.UntypedStorage:
+        """Return real memory for a recorded storage."""
         return torch.UntypedStorage(self._num_bytes[storage], device=self._devices[storage])
 
     def _execute(self, line: RecordedOp, storages: dict[int, torch.UntypedStorage]) -> None:

@@ -136,12 +136,15 @@ class _Reader:
         return None
 
     def _copied(self, line: RecordedOp, box: Box, end: int) -> Tensor:
+        """Return the slice `box` of a recorded op that copies its first operand."""
         return self.box_of(line.args[0], box, end).to(_result_of(line).dtype)
 
     def _copied_into(self, line: RecordedOp, box: Box, end: int) -> Tensor:
+        """Return the slice `box` of a recorded `copy_`."""
         return self.box_of(line.args[1], box, end).to(_result_of(line).dtype)
 
     def _concatenated(self, line: RecordedOp, box: Box, end: int) -> Tensor:
+        """Return the slice `box` of a recorded `cat`, made of slices of its operands."""
         result = _result_of(line)
         dim = _argument(line, 1, "dim", 0) % len(result.size)
         first = box.starts[dim]
@@ -160,6 +163,7 @@ class _Reader:
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
 
     def _stacked(self, line: RecordedOp, box: Box, end: int) -> Tensor:
+        """Return the slice `box` of a recorded `stack`, made of slices of its operands."""
         result = _result_of(line)
         dim = _argument(line, 1, "dim", 0) % len(result.size)
         part = box.without(dim)
@@ -181,6 +185,7 @@ def _result_of(line: RecordedOp) -> View:
 
 
 def _argument(line: RecordedOp, position: int, name: str, default: int) -> int:
+    """Return an integer argument of a recorded op, by position or name."""
     if len(line.args) > position:
         return int(line.args[position])
     return int(line.kwargs.get(name, default))
@@ -289,6 +294,7 @@ def _through_rows(view: View, box: Box, base: View, compute: Callable[[Box], Ten
 
 
 def _is_contiguous(view: View) -> bool:
+    """Return whether the view's elements follow one another in memory."""
     stride = 1
     for size, own in zip(reversed(view.size), reversed(view.stride), strict=True):
         if size != 1 and own != stride:

@@ -136,6 +136,9 @@ class EagerFullyShard:
             self._begin(had_hooks)
 
     def _begin(self, for_backward: bool) -> None:
+        """Set the parameters' data for a pass: full if they are to stay in memory, else gathered on
+        use.
+        """
         self._shards = {parameter: parameter.data for parameter in self._sharded}
         if self._keeps and not self._full:
             # All ranks come here together: an ordinary gathering does.
@@ -366,6 +369,7 @@ class EagerFullyShard:
     @torch.inference_mode(False)
     @torch.no_grad()
     def _start(self, unit: int) -> Wait:
+        """Launch the gathering of a unit's parameters."""
         wait = self._store.start_gather({p: self._shards[p] for p in self._units[unit]})
         return torch.inference_mode(False)(torch.no_grad()(wait))
 
@@ -392,6 +396,9 @@ class EagerFullyShard:
                 self._shards[parameter].data.copy_(shard)
 
     def _initial_data(self, parameter: nn.Parameter) -> Tensor:
+        """Return a parameter's data at the start of a pass: full, or a placeholder without
+        memory.
+        """
         full = self._full.get(parameter)
         return self._without_values(parameter) if full is None else full
 
@@ -461,6 +468,7 @@ class _GatherOnAccess(dict[str, Any]):
         return dict, (dict(self.items()),)
 
     def _gathered(self, parameter: Any) -> Any:
+        """Return the parameter, gathered first if the step is running."""
         if self._on_use.is_active and parameter is not None:
             self._on_use.need(parameter)
         return parameter
@@ -533,6 +541,7 @@ class UnshardOnAccess(TorchFunctionMode):
         return full
 
     def _error(self, parameter: nn.Parameter) -> SetupError:
+        """Return the error for code that changes a sharded parameter or reads its gradient."""
         name = self._store.name_of(parameter)
         return SetupError(
             f"code of the step changes {name} or reads its gradient, of which each rank has a"

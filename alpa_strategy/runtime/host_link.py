@@ -122,10 +122,14 @@ class _Stored:
     arriving: Pending | None = None
 
     def start(self) -> Pending:
+        """Start to copy the tensor to the device, unless that is done already."""
         self.arriving = self.arriving or self.link.to_device(self.copy)
         return self.arriving
 
     def take(self) -> Tensor:
+        """Return the tensor on the device, for the only time; start to fetch the one that is needed
+        next.
+        """
         arriving = self.start()
         self.arriving = None
         previous = None if self.previous is None else self.previous()

@@ -101,6 +101,7 @@ class HostParameters:
         self._gradients.clear()
 
     def _drop_arriving(self) -> None:
+        """Wait for copies in flight, and free them."""
         for arriving in self._arriving.values():
             # Its memory is written to until then.
             arriving.wait()

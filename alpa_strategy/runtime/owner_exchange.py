@@ -185,6 +185,7 @@ def _in_order(parts: list[_Part], here: int) -> list[Tensor]:
 
 
 def _num_elements(parts: list[_Part], here: int, size: int) -> list[int]:
+    """Return for each device the number of elements exchanged with it; 0 for `here`."""
     counts = [0] * size
     for device, tensor in parts:
         if device != here:
@@ -202,4 +203,5 @@ def _write(pending: Pending, targets: list[Tensor]) -> None:
 
 
 def _coordinate(mesh: MeshComm, device: int) -> tuple[int, ...]:
+    """Return the mesh coordinate of a device."""
     return tuple(int(index) for index in np.unravel_index(device, mesh.shape))

@@ -95,6 +95,9 @@ class OwnerStep:
             wait()
 
     def _put_full_tensors_in(self) -> None:
+        """Gather full parameters and gradients on their owners. Collective; undone by
+        `_put_shards_back`.
+        """
         values: dict[OwnedParameter, Tensor] = {}
         grads: dict[OwnedParameter, Tensor] = {}
         flags: dict[OwnedParameter, Tensor] = {}
@@ -135,6 +138,7 @@ class OwnerStep:
             group["params"] = [p for p in parameters if p not in others]
 
     def _put_shards_back(self) -> None:
+        """Restore the parameters' shards and gradients, and the optimizer's groups."""
         for group, parameters in self._groups:
             group["params"] = parameters
         self._groups.clear()

@@ -367,7 +367,7 @@ class ParameterStore:
 
     @property
     def is_syncing(self) -> bool:
-        """The last argument of `sync`."""
+        """Whether the next backward ends with the reduction of gradients (`sync`)."""
         return all(mesh.reducer.enabled for mesh in self._meshes.values())
 
     @property

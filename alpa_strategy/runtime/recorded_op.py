@@ -148,6 +148,7 @@ def meta_kwargs(func: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
 
 
 def is_for_meta(kwargs: dict[str, Any]) -> bool:
+    """Return whether a call's arguments ask for the meta device."""
     device = kwargs.get("device")
     return device is not None and torch.device(device).type == "meta"
 
@@ -203,5 +204,6 @@ def generators_of(kwargs: Mapping[str, Any], device: torch.device) -> list[torch
 
 
 def view_of(storage: torch.UntypedStorage, view: View) -> Tensor:
+    """Return a tensor on the memory of a storage."""
     empty = torch.empty(0, dtype=view.dtype, device=storage.device)
     return empty.set_(storage, view.offset, view.size, view.stride)

@@ -447,10 +447,12 @@ class ShardedParameter:
 
     @property
     def _use(self) -> Layout:
+        """The layout in which the step uses the parameter."""
         return value_layout(self.to_use.dst)
 
     @property
     def _local_step_shape(self) -> torch.Size:
+        """The shape of this device's shard, as the step sees it."""
         return torch.Size(
             self.plan.layout.local_shape(self.shape, self.mesh.shape, self.mesh.coordinate)
         )

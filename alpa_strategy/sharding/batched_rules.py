@@ -139,12 +139,12 @@ BATCHED: dict[str, Lines] = {
     # Matrices.
     **_batched_ops(
         "linalg_cholesky linalg_cholesky_ex cholesky cholesky_inverse linalg_inv linalg_inv_ex"
-        " matrix_exp",
+        " inverse matrix_exp",
         2,
     ),
     **_batched_ops(
-        "linalg_matrix_power linalg_det logdet linalg_slogdet linalg_cond linalg_svd svd linalg_qr"
-        " qr",
+        "linalg_matrix_power linalg_det det logdet linalg_slogdet slogdet linalg_cond linalg_svd"
+        " svd linalg_qr qr",
         2,
     ),
     **_batched_ops(

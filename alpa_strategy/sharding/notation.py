@@ -74,6 +74,11 @@ _INDEX = re.compile(r"(\*?)([A-Za-z_][A-Za-z_0-9]*)(!?)(=?)(?:@([a-z_]+))?")
 
 
 def _parse_terms(text: str, rule: str) -> tuple[Term, ...]:
+    """Return the terms of one side of a rule.
+
+    Raises:
+        ShardingError: the text is not in the notation.
+    """
     terms = []
     position = 0
     while position < len(text) and text[position:].strip():
@@ -90,6 +95,11 @@ def _parse_terms(text: str, rule: str) -> tuple[Term, ...]:
 
 
 def _parse_indices(text: str, rule: str) -> tuple[Index, ...]:
+    """Return the indices of a term, given without its brackets.
+
+    Raises:
+        ShardingError: one is not in the notation.
+    """
     indices = []
     for part in text.split(","):
         part = part.strip()
@@ -185,7 +195,9 @@ def _group_lengths(pairs: list[tuple[Term, int]], arguments: Mapping[str, Any]) 
 
 
 def _keys(term: Term, lengths: Mapping[str, int]) -> list[tuple[Key, Index]]:
-    """The indices of a term, groups written out."""
+    """Return (key, index) of each dim of a term: one for an index, `lengths[name]` for a group
+    `*name`.
+    """
     keys: list[tuple[Key, Index]] = []
     for index in term.indices:
         count = lengths.get(index.name, 0) if index.group else 1
@@ -277,6 +289,7 @@ def _present_operands(signature: Signature, call: OpCall) -> list[tuple[Term, in
 
 
 def _dims_of_keys(keys: list[tuple[Key, Index]], shape: tuple[int, ...]) -> dict[Key, int]:
+    """Return key -> dim of a term in a tensor of `shape`; broadcast dims (size 1) have none."""
     dims = {}
     for dim, (key, _) in enumerate(keys):
         if shape[dim] != 1:
@@ -447,23 +460,29 @@ def _operand_grads(call: OpCall) -> list[bool]:
 
 
 def _placement(dim: int | None, has_grad: bool) -> DualPlacement:
+    """Return the placement sharded along `dim`, unsharded if it is None."""
     if dim is not None:
         return shard(dim)
     return _unsharded(has_grad)
 
 
 def _unsharded(has_grad: bool) -> DualPlacement:
+    """Return replicated with gradients that are partial values, or invariant for values without."""
     return REPLICATE if has_grad else INVARIANT
 
 
 def _result_placement(mark: int | str) -> DualPlacement:
+    """Return the placement that a result's mark means: a dim, or a sum."""
     if isinstance(mark, int):
         return shard(mark)
     return PARTIAL if mark == SUM else INVARIANT
 
 
 def _carried(call: OpCall, match: RuleMatch) -> Iterator[AxisStrategy]:
-    """`RuleMatch.carries`, if gradients keep their precision."""
+    """Yield the strategy that carries partial values from operands to results, if the rule allows
+    it and
+    gradients keep their precision.
+    """
     operand_grads = _operand_grads(call)
     if not match.carries or not any(operand_grads):
         return

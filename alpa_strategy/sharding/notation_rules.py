@@ -35,7 +35,9 @@ class Notation:
     more: Callable[[OpCall, int], tuple[Split | None, ...]] | None = None
 
     def line_for(self, call: OpCall, axis_size: int) -> str:
-        """Return the line for this call."""
+        """Return the rule in index notation for this call; the last of several lines if none can be
+        read.
+        """
         if callable(self.line):
             return self.line(call, axis_size)
         if isinstance(self.line, str):
@@ -53,6 +55,7 @@ class Notation:
 
 
 def _einsum(call: OpCall, axis_size: int) -> str:
+    """Return the rule of an einsum; an index that occurs twice in an operand stays unsharded."""
     equation = bind(call)["equation"].replace(" ", "").replace("...", "*")
     left, arrow, right = equation.partition("->")
     operands = left.split(",")
@@ -76,6 +79,7 @@ def _einsum(call: OpCall, axis_size: int) -> str:
 
 
 def _attention(call: OpCall, axis_size: int) -> str:
+    """Return the rule of scaled dot product attention: batch, heads, and queries if not causal."""
     arguments = bind(call)
     # The causal mask of a shard of queries would start at its first one.
     query_index = "l!" if arguments["is_causal"] else "l"
@@ -158,6 +162,7 @@ def _fits_ring(
 
 
 def _convolution(call: OpCall, axis_size: int, transposed: bool | None = None) -> str:
+    """Return the rule of a convolution: batch, input and output channels; groups stay together."""
     arguments = bind(call)
     if transposed is None:
         transposed = arguments["transposed"]
@@ -171,6 +176,7 @@ def _convolution(call: OpCall, axis_size: int, transposed: bool | None = None) -
 
 
 def _group_norm(call: OpCall, axis_size: int) -> str:
+    """Return the rule of group norm: batch, and channels if shards have full groups."""
     channel = "c=" if bind(call)["num_groups"] % axis_size == 0 else "c!"
     return f"[n, {channel}, *s!], [{channel}]?, [{channel}]? -> [n, {channel}, *s!]"
 
@@ -188,6 +194,7 @@ def _channel_norm(call: OpCall, axis_size: int) -> str:
 
 
 def _embedding(call: OpCall, axis_size: int) -> str:
+    """Return the rule of an embedding: vocabulary, features and ids."""
     if bind(call)["scale_grad_by_freq"]:
         # The gradient of a row depends on how often it is in the ids of all samples.
         return "[v!, d], [*i!] -> [*i!, d]"
@@ -195,6 +202,7 @@ def _embedding(call: OpCall, axis_size: int) -> str:
 
 
 def _bag_lookup(call: OpCall, axis_size: int) -> str:
+    """Return the rule of an embedding bag: vocabulary, features and bags."""
     # Mode 2: a maximum over rows is no sum.
     table = "v!" if bind(call)["mode"] == 2 else "v@vocab_bags"
     return f"[{table}, d], [n, k!], [n, k!]? -> [n, d]"
@@ -211,6 +219,7 @@ def _row_loss(call: OpCall, axis_size: int) -> str:
 
 
 def _tensordot(call: OpCall, axis_size: int) -> str:
+    """Return the rule of a tensordot: all dims, the contracted ones as partial values."""
     bound = bind(call)
     terms: list[list[str]] = []
     for name, contracted in (("self", bound["dims_self"]), ("other", bound["dims_other"])):
@@ -247,6 +256,7 @@ def _kron(call: OpCall, axis_size: int) -> str:
 
 
 def _meshgrid(call: OpCall, axis_size: int) -> str:
+    """Return the rule of `meshgrid`: one index for each operand."""
     names = [f"i{j}" for j in range(len(slots(call)))]
     result = names[1::-1] + names[2:] if bind(call).get("indexing") == "xy" else names
     return line_of([[name] for name in names], result, len(names))
@@ -421,21 +431,25 @@ def _write_into(
 
 
 def _one_hot(call: OpCall, axis_size: int) -> str:
+    """Return the rule of `one_hot`: all dims, if the number of classes is given."""
     # Without a number of classes, that depends on all of the tensor.
     has_num_classes = bind(call)["num_classes"] > 0
     return "[*b] -> [*b, c!]" if has_num_classes else "[*b!] -> [*b, c!]"
 
 
 def _feature_dropout(call: OpCall, axis_size: int) -> str:
+    """Return the rule of dropout of full channels."""
     return "[n, c, *s!] -> [n, c, *s!]" if bind(call)["train"] else "[*b] -> [*b]"
 
 
 def _pdist(call: OpCall, axis_size: int) -> str:
+    """Return the rule of `pdist`: the vectors' dim, for norm 1 alone."""
     # The distance of norm 1 is a sum over dims.
     return "[n!, d] -> [k!]" if bind(call)["p"] == 1 else "[n!, d!] -> [k!]"
 
 
 def _histc(call: OpCall, axis_size: int) -> str:
+    """Return the rule of `histc`: all dims, if the range is given."""
     # With min == max the bins depend on all of the tensor.
     bound = bind(call)
     return "[*b!] -> [h!]" if bound["min"] == bound["max"] else "[*b] -> [h!]"

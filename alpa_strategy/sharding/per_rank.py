@@ -35,6 +35,7 @@ def per_rank_match(target: PerRank, inner: RuleMatch | None) -> RuleMatch:
 
 
 def _shifted_split(target: PerRank, split: Split) -> Split:
+    """Return `split` with dims counted after the ranks' dim of mapped operands and of results."""
     operands = []
     for dim, is_mapped in zip(split.operands, target.mapped, strict=True):
         if dim is not None and is_mapped:
@@ -47,6 +48,7 @@ def _shifted_split(target: PerRank, split: Split) -> Split:
 
 
 def _shifted_strategy(target: PerRank, strategy: AxisStrategy) -> AxisStrategy:
+    """Return the strategy with dims counted after the ranks' dim."""
     inputs = []
     for dual, is_mapped in zip(strategy.inputs, target.mapped, strict=True):
         inputs.append(_shifted(dual, 1) if is_mapped else dual)

@@ -82,6 +82,9 @@ class WholeRun:
         return [*self.operands, *self.results, *grads]
 
     def _is_evidence(self, strategy: AxisStrategy) -> bool:
+        """Return whether equal results prove the strategy: inf hides differences of partial
+        values.
+        """
         has_partial_values = PARTIAL in strategy.inputs or REPLICATE in strategy.outputs
         for tensor in self._tensors():
             needs_finite = has_partial_values or tensor.is_complex()
@@ -184,6 +187,7 @@ def _backward(
 
 
 def _detached(results: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """Return copies of the results without their graph."""
     return tuple(result.detach().clone() for result in results)
 
 
@@ -252,6 +256,7 @@ def _scale(tensors: Sequence[Tensor]) -> float:
 
 
 def _normal(generator: torch.Generator, shape: Sequence[int]) -> Tensor:
+    """Return normal random numbers in float64."""
     return torch.randn(tuple(shape), generator=generator, dtype=torch.float64)
 
 

@@ -49,7 +49,10 @@ class AxisStep:
 def _collectives_between(
     src: DualPlacement, dst: DualPlacement, differentiable: bool
 ) -> tuple[tuple[str, str], ...]:
-    """See `AxisStep.collectives`."""
+    """Return the (kind, phase) of each collective from `src` to `dst` on one axis; phase is
+    `forward` or
+    `backward`, the latter if the tensor is differentiable.
+    """
     collectives = []
     forward = placement_collective(src.value, dst.value)
     if forward is not None:

@@ -159,6 +159,11 @@ def prove_sharding(
 
 
 def _overloads(op: str) -> list[torch._ops.OpOverload]:
+    """Return the overloads of an op named as `namespace::name` or `namespace::name.overload`.
+
+    Raises:
+        ShardingError: there is none.
+    """
     namespace, separator, name = op.partition("::")
     name, _, overload = name.partition(".")
     packet = getattr(getattr(torch.ops, namespace), name, None) if separator else None

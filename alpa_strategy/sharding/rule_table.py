@@ -237,6 +237,9 @@ FAMILIES: dict[str, Family] = {
 
 
 def _pointwise(call: OpCall, axis_size: int) -> RuleMatch:
+    """Return the rule of an elementwise op; linear in which operands, which may then be partial
+    values.
+    """
     name = target_name(call.target)
     linear = POINTWISE_LINEAR.get(name) or POINTWISE_LINEAR.get(name.rpartition(".")[0], ())
     if name == "aten.masked_fill.Scalar" and call.args[2:3] == (0,):

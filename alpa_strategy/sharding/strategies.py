@@ -272,7 +272,7 @@ def _slice(
 def _split(
     call: OpCall, operands: tuple[TensorMeta, ...], results: tuple[TensorMeta, ...]
 ) -> dict[str, Any]:
-    """split and relatives along a dim of segments of rows, each of which is sharded."""
+    """Return the local split sizes of `split` and relatives along a sharded dim of segments."""
     bound = bind(call)
     local_size = operands[0].shape[bound["dim"]]
     full_size = call.operands[0].shape[bound["dim"]]
@@ -293,6 +293,7 @@ def _split(
 def _repeat(
     call: OpCall, operands: tuple[TensorMeta, ...], results: tuple[TensorMeta, ...]
 ) -> dict[str, Any]:
+    """Return the arguments of `repeat` that make shapes `results` of `operands`."""
     source = operands[0].shape
     target = results[0].shape
     aligned = (1,) * (len(target) - len(source)) + source
@@ -423,6 +424,9 @@ def replicated_notes(step: StepGraph, costs: OpCosts) -> list[str]:
 
 
 def _note(name: str, ops: list[Op], costs: OpCosts) -> str:
+    """Return a note for the user on an op without rule: where it is called, its seconds and
+    bytes.
+    """
     seconds = sum(sum(costs.op_seconds(op.call)) for op in ops)
     num_bytes = 0
     for op in ops:
@@ -441,6 +445,7 @@ def _note(name: str, ops: list[Op], costs: OpCosts) -> str:
 
 
 def _advice(target: Any) -> str:
+    """Return how to give an op a rule, "" if it is none that the user could."""
     if not isinstance(target, torch._ops.OpOverload):
         return ""
     name = f'"{target._schema.name}"'

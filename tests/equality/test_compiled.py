@@ -116,6 +116,13 @@ def test_statistics_of_batches(pool, tmp_path, plan):
         assert graphs
 
 
+def test_a_ranks_own_statistics_are_compiled_with_their_neighbours(pool, tmp_path):
+    """BatchNorms normalize a rank's samples, as under DDP: one graph has the whole net."""
+    plan = {**PLANS["data"], "batch_scope": "rank", "compile": {"backend": "cuts"}}
+    arguments = STEPS, 2, None, 1, str(tmp_path), "64-true"
+    assert pool.run(2, record_cuts, "convnet", {}, plan, *arguments) == [1, 1]
+
+
 @pytest.mark.parametrize(
     ("parallel", "backend", "compiles"),
     [("data", "aot_eager", True), ("zero3", "aot_eager", False), ("data", "fails", False)],

@@ -25,6 +25,11 @@ PLANS = {
     "stages": {"num_stages": 2},
     "microbatches": {"num_stages": 2, "num_microbatches": 2},
 }
+FOUR_RANK_PLANS = {
+    "data x tensor": {"parallel": ("data", "tensor"), "logical_mesh": (2, 2)},
+    "zero3": {"parallel": "zero3"},
+    "stages": {"num_stages": 2},
+}
 
 
 class Batches(Dataset):
@@ -149,8 +154,7 @@ def test_accumulated_batches(pool, under_ddp, tmp_path, name, plan):
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_four_ranks(pool, under_ddp, tmp_path, name):
     strategy = {
-        "parallel": ("data", "tensor"),
-        "logical_mesh": (2, 2),
+        **FOUR_RANK_PLANS["data x tensor"],
         "cluster": "pcie_8gpu",
         "plan_dir": str(tmp_path),
     }
@@ -186,4 +190,22 @@ def test_more_programs(pool, under_ddp, tmp_path, record_property, request, name
     record_property("is_captured", not runs[0]["is_eager"])
     assert runs[0]["is_eager"] == (name in EAGER)
     for rank, (run, reference) in enumerate(zip(runs, under_ddp(name, 2), strict=True)):
+        assert_same(run, reference, rank)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("plan", FOUR_RANK_PLANS)
+@pytest.mark.parametrize("name", MORE_PROGRAMS)
+def test_more_programs_on_four_ranks(pool, under_ddp, tmp_path, request, name, plan):
+    strategy = {**FOUR_RANK_PLANS[plan], "cluster": "pcie_8gpu", "plan_dir": str(tmp_path)}
+    if (name, plan) in REFUSALS:
+        with pytest.raises(WorkerError, match=REFUSALS[name, plan]):
+            pool.run(4, train, name, strategy, str(tmp_path))
+        return
+    if name in EAGER and plan == "data x tensor":
+        reason = "submodules of an eager step are sharded over devices that share one batch"
+        request.applymarker(pytest.mark.xfail(reason=reason, strict=True))
+    runs = pool.run(4, train, name, strategy, str(tmp_path))
+    assert runs[0]["is_eager"] == (name in EAGER)
+    for rank, (run, reference) in enumerate(zip(runs, under_ddp(name, 4), strict=True)):
         assert_same(run, reference, rank)

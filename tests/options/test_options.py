@@ -33,6 +33,10 @@ def test_values_are_frozen_and_sizes_are_read() -> None:
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
+        (
+            {"schedule": "1f1"},
+            r"schedule='1f1' is not known.*did you mean '1f1b'\? Use one of GPipe",
+        ),
         ({"paralel": "data"}, "did you mean 'parallel'"),
         ({"memory_limits": 1}, "did you mean 'memory_limit'"),
         ({"xyz": 1}, "unknown option 'xyz'"),

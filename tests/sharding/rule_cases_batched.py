@@ -186,6 +186,9 @@ def linalg_cases(add: Add) -> None:
     square = f(4, 3, 3).detach()
     positive = (square @ square.mT + torch.eye(3, dtype=torch.float64)).requires_grad_()
     add("linalg_cholesky", aten.linalg_cholesky.default, positive, expect="S0->S0")
+    add("det", aten.det.default, positive, expect="S0->S0")
+    add("slogdet", aten.slogdet.default, positive, expect="S0->S0,S0")
+    add("inverse", aten.inverse.default, positive, expect="S0->S0")
     add(
         "linalg_solve",
         aten.linalg_solve.default,

@@ -365,12 +365,16 @@ def _best(problem: Problem, *candidates: list[int] | None) -> list[int] | None:
 
 
 def _solution(problem: Problem, incumbent: Incumbent) -> Solution:
+    """Return the incumbent as a solution, with its costs and bound."""
     assert incumbent.assignment is not None
     priced = lagrangian.point(problem, incumbent.assignment)
     return replace(priced, bound=min(incumbent.bound, priced.seconds), method=incumbent.method)
 
 
 def _forbidden(problem: Problem) -> PlanError:
+    """Return the error if every assignment costs inf, with choices that have no allowed
+    strategy.
+    """
     empty = [choice.name for choice in problem.choices if not np.isfinite(choice.cost).any()]
     which = f" ({', '.join(empty[:5])} has no allowed strategy)" if empty else ""
     return PlanError(
@@ -380,6 +384,7 @@ def _forbidden(problem: Problem) -> PlanError:
 
 
 def _out_of_time(time_limit: float) -> PlanError:
+    """Return the error if no assignment was found in time."""
     return PlanError(
         f"No assignment of strategies was found within the solver's {time_limit:g} s.",
         "Raise the solver's time limit.",

@@ -71,6 +71,7 @@ def problem_key(problem: Problem, *arguments: object) -> Key:
 
 
 def _record(outcome: Outcome) -> Record:
+    """Return an outcome of the solver as numbers and arrays that can be stored."""
     if isinstance(outcome, NoCheaperSolution):
         return {"is_cheaper": False}
     return {
