@@ -152,6 +152,11 @@ def _on_all_ranks(work: Callable[[], Any], url: str, folder: Path | None, group:
 
 
 def _remove_older_shards(url: str, current: str | None) -> None:
+    """Remove shards as of `_remove_shards`, after a checkpoint was written.
+
+    Raises:
+        CheckpointError: they cannot be removed.
+    """
     try:
         _remove_shards(url, current)
     except OSError as error:
