@@ -255,7 +255,8 @@ def _export(arguments: argparse.Namespace) -> int:
         )
     except FileNotFoundError as error:
         raise CheckpointError(str(error), "give the path of a checkpoint") from error
-    print(f"{written}: {written.stat().st_size / 2**20:.1f} MiB")
+    size = f": {written.stat().st_size / 2**20:.1f} MiB" if isinstance(written, Path) else ""
+    print(f"{written}{size}")
     return 0
 
 

@@ -19,6 +19,7 @@ from typing import Any
 import yaml
 
 from alpa_strategy.errors import UNPRINTABLE
+from alpa_strategy.urls import is_url, read_start
 
 # Largest JSON file. A plan of 100,000 ops has 20 MB.
 MAX_BYTES = 64 << 20
@@ -46,12 +47,14 @@ class BadFileError(ValueError):
 
 
 def read_json(path: str | Path) -> Any:
-    """Return the content of a JSON file.
+    """Return the content of a JSON file, at a path or a URL.
 
     Raises:
         OSError: the file cannot be read.
         BadFileError: it is no JSON, or exceeds the limits of size, depth or numbers.
     """
+    if is_url(path):
+        return parse_json(_decoded(read_start(str(path), MAX_BYTES + 1), MAX_BYTES))
     return parse_json(_text(Path(path), MAX_BYTES))
 
 
@@ -161,7 +164,11 @@ def _text(path: Path, max_bytes: int) -> str:
         # Opening a pipe would wait for its writer.
         raise BadFileError("is no ordinary file")
     with path.open("rb") as file:
-        content = file.read(max_bytes + 1)
+        return _decoded(file.read(max_bytes + 1), max_bytes)
+
+
+def _decoded(content: bytes, max_bytes: int) -> str:
+    """Return content as text. Raises: BadFileError: it is too large, or not UTF-8."""
     if len(content) > max_bytes:
         raise BadFileError(f"is larger than {max_bytes >> 20} MiB")
     try:

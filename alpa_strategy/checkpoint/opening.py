@@ -14,8 +14,9 @@ import pickle
 import re
 import zipfile
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,9 @@ from torch.distributed.checkpoint.planner import LoadPlan
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.serialization import _get_layout
 
+from alpa_strategy import urls
+from alpa_strategy.checkpoint.downloading import Download
+from alpa_strategy.checkpoint.pointer import find_local_shards, find_shards
 from alpa_strategy.checkpoint.tensors import LocalShards, StoredTensor, from_file
 from alpa_strategy.errors import CheckpointError
 from alpa_strategy.files import is_possible, read_json
@@ -41,14 +45,16 @@ def open_checkpoint(path: str | Path, weights_only: bool | None = None) -> dict[
     memory-mapped.
 
     Args:
-        path: of a directory or a file.
+        path: of a directory or a file, or a URL. The processes of a node download each file once.
         weights_only: as of `torch.load`, for everything but the tensors of a sharded checkpoint.
 
     Raises:
         CheckpointError: `path` is a directory that is no complete checkpoint, or cannot be read.
         FileNotFoundError: there is no `path`.
     """
-    location = Path(path).absolute()
+    if urls.is_url(path):
+        return _open_at_url(str(path), weights_only)
+    location = urls.local_path(path).absolute()
     if not is_possible(location):
         raise CheckpointError(
             f"{location} is a name that no file can have", "give a checkpoint's path"
@@ -64,23 +70,103 @@ def open_checkpoint(path: str | Path, weights_only: bool | None = None) -> dict[
         raise CheckpointError(f"{location} is no ordinary file", "give a checkpoint's path")
 
     with reading(location):
-        if location.is_dir():
-            checksums = _check_complete(location)
-            tensors = _stored_tensors(location, checksums)
-            return checked(from_file(location / REST, weights_only, tensors), location)
+        folder = location if location.is_dir() else find_local_shards(location)
+        if folder is not None:
+            return _open_directory(folder, weights_only, str(location))
+        return checked(_open_file(location, weights_only), location)
 
-        # Older formats of `torch.save` cannot be memory-mapped.
-        can_be_mapped = zipfile.is_zipfile(location)
-        checkpoint = torch.load(
-            location, map_location="cpu", weights_only=weights_only, mmap=can_be_mapped
-        )
-        return checked(checkpoint, location)
+
+def _open_file(path: Path, weights_only: bool | None) -> Any:
+    """Return the content of an ordinary file, memory-mapped if possible."""
+    # Older formats of `torch.save` cannot be memory-mapped.
+    can_be_mapped = zipfile.is_zipfile(path)
+    return torch.load(path, map_location="cpu", weights_only=weights_only, mmap=can_be_mapped)
+
+
+def _open_directory(folder: Path, weights_only: bool | None, name: str) -> dict[str, Any]:
+    """Open a directory; `name` is the checkpoint's for messages."""
+    marker = _read_marker(folder)
+    check_files(folder, marker.files)
+    _check_sums(folder, marker)
+    tensors = _stored_tensors(folder, marker.sums)
+    return checked(from_file(folder / REST, weights_only, tensors), name)
+
+
+_ACCESS = "check the URL, the network, and whether this job may read there"
+
+
+def _open_at_url(url: str, weights_only: bool | None) -> dict[str, Any]:
+    """Open a checkpoint at a URL; shards are downloaded when they are used."""
+    shards = _find_shards(url)
+    with reading(url):
+        if shards is None:
+            with local_file(url) as file:
+                return checked(_open_file(file, weights_only), url)
+
+        download = Download(shards, urls.version(f"{shards}/{COMPLETE}"))
+        download.file(COMPLETE)
+        marker = _read_marker(download.folder)
+        for name in (REST, METADATA):
+            download.file(name, marker.files.get(name))
+        _check_sums(download.folder, marker)
+
+        def fetch(name: str) -> None:
+            download.file(name, marker.files.get(name))
+
+        tensors = _stored_tensors(download.folder, marker.sums, fetch)
+        return checked(from_file(download.folder / REST, weights_only, tensors), url)
+
+
+def _find_shards(url: str) -> str | None:
+    """Return the result of `find_shards`.
+
+    Raises:
+        FileNotFoundError: there is no checkpoint.
+        CheckpointError: the URL cannot be read.
+    """
+    try:
+        return find_shards(url, COMPLETE)
+    except FileNotFoundError as error:
+        raise FileNotFoundError(f"Checkpoint file not found: {url}") from error
+    except OSError as error:
+        raise CheckpointError(f"the checkpoint cannot be read: {error}", _ACCESS) from error
+
+
+@contextmanager
+def local_file(url: str) -> Iterator[Path]:
+    """Context with a local copy of the ordinary checkpoint at a URL.
+
+    Raises:
+        CheckpointError: it cannot be read.
+        FileNotFoundError: there is none.
+    """
+    parent, name = urls.parent_and_name(url)
+    try:
+        version = urls.version(url)
+    except urls.UrlError as error:
+        raise CheckpointError(str(error), _ACCESS) from error
+    with reading(url):
+        download = Download(parent, version)
+        path = download.file(name)
+    yield path
 
 
 def is_checkpoint(path: str | Path) -> bool:
-    """Whether a complete sharded checkpoint is at `path`; repairs an interrupted save first."""
-    path = Path(path).absolute()
+    """Whether a complete sharded checkpoint is at `path`; repairs an interrupted save first.
+
+    Raises:
+        CheckpointError: `path` is a URL that cannot be read.
+    """
+    if urls.is_url(path):
+        try:
+            return _find_shards(str(path)) is not None
+        except FileNotFoundError:
+            return False
+    path = urls.local_path(path).absolute()
     restore_interrupted(path)
+    if path.is_file():
+        shards = find_local_shards(path)
+        return shards is not None and (shards / COMPLETE).is_file()
     return (path / COMPLETE).is_file()
 
 
@@ -97,7 +183,7 @@ _PARTS: dict[str, type] = {
 }
 
 
-def checked(checkpoint: Any, path: Path) -> dict[str, Any]:
+def checked(checkpoint: Any, path: str | Path) -> dict[str, Any]:
     """Return `checkpoint` if it has the entries of a Lightning checkpoint, with their types.
 
     Args:
@@ -126,7 +212,7 @@ def checked(checkpoint: Any, path: Path) -> dict[str, Any]:
 
 
 @contextmanager
-def reading(path: Path) -> Iterator[None]:
+def reading(path: str | Path) -> Iterator[None]:
     """Context in which any error of reading a damaged or foreign checkpoint becomes a
     CheckpointError that names `path`.
     """
@@ -165,14 +251,23 @@ REST = "lightning.pt"
 COMPLETE = "complete.json"
 
 
-def _check_complete(path: Path) -> dict[str, int]:
-    """Check that the directory `path` has a complete checkpoint of this format.
+@dataclass(frozen=True)
+class _Marker:
+    """The content of the marker.
 
-    Returns:
-        Checksums of ranges of bytes, by `place_of`; empty for checkpoints of versions without them.
+    `files`: name -> bytes of all other files. `sums`: checksums of ranges of bytes, by `place_of`;
+    empty for checkpoints of versions without them.
+    """
+
+    files: dict[str, int]
+    sums: dict[str, int]
+
+
+def _read_marker(path: Path) -> _Marker:
+    """Return the content of the marker in the directory `path`.
 
     Raises:
-        CheckpointError: it has not.
+        CheckpointError: the directory is no complete checkpoint of this format.
     """
     try:
         marker = read_json(path / COMPLETE)
@@ -189,12 +284,19 @@ def _check_complete(path: Path) -> dict[str, int]:
             f"{path} has format {version}, this version reads {FORMAT_VERSION}",
             "use the version that wrote it",
         )
-    check_files(path, files)
-    names = (REST, METADATA) if sums else ()
+    return _Marker(files, sums)
+
+
+def _check_sums(path: Path, marker: _Marker) -> None:
+    """Check the files in the directory `path` that are read completely.
+
+    Raises:
+        CheckpointError: one has other content than was written.
+    """
+    names = (REST, METADATA) if marker.sums else ()
     for name in names:
         with (path / name).open("rb") as file:
-            _check_sum(file, _StorageInfo(name, 0, files[name]), sums)
-    return sums
+            _check_sum(file, _StorageInfo(name, 0, marker.files[name]), marker.sums)
 
 
 def check_files(path: Path, sizes: Mapping[str, int]) -> None:
@@ -283,12 +385,15 @@ def restore_interrupted(target: Path) -> None:
 # The tensors, through DCP
 
 
-def _stored_tensors(path: Path, sums: Mapping[str, int]) -> dict[str, StoredTensor]:
+def _stored_tensors(
+    path: Path, sums: Mapping[str, int], fetch: Callable[[str], None] | None = None
+) -> dict[str, StoredTensor]:
     """Return key -> tensor for all tensors of a complete checkpoint directory. No communication.
 
     Args:
         path: of the directory.
         sums: checksums, by `place_of`.
+        fetch: brings the file with a name into the directory; None: all files are there.
     """
     reader = RestrictedReader(path, sums)
     metadata = reader.read_metadata()
@@ -303,6 +408,11 @@ def _stored_tensors(path: Path, sums: Mapping[str, int]) -> dict[str, StoredTens
         planner.state_dict = {key: shards}
         items = create_read_items_for_chunk_list(key, stored[key], shards.__create_chunk_list__())
         with reading(path):
+            if fetch is not None:
+                indices = [item.storage_index for item in items]
+                names = {reader.storage_data[index].relative_path for index in indices}
+                for name in sorted(names):
+                    fetch(name)
             reader.read_data(LoadPlan(items), planner).wait()
 
     return {

@@ -273,8 +273,13 @@ class Background:
         is_running = self._last is not None and self._last.is_alive()
         return is_running or self._error is not None
 
-    def run(self, job: Callable[[], None]) -> None:
-        """Queue a job; it is dropped when one before it has failed."""
+    @property
+    def has_failed(self) -> bool:
+        """Whether a job has failed, and `wait` has not raised its error yet."""
+        return self._error is not None
+
+    def run(self, job: Callable[[], None]) -> threading.Thread:
+        """Queue a job, and return its thread; it is dropped when one before it has failed."""
         before = self._last
 
         def work() -> None:
@@ -289,6 +294,7 @@ class Background:
 
         self._last = threading.Thread(target=work, daemon=True, name=self._name)
         self._last.start()
+        return self._last
 
     def wait(self, timeout_seconds: float | None = None) -> None:
         """Return when no job is running, or at the timeout; raise the error of a failed job."""

@@ -1,14 +1,21 @@
 """`alpa show`: a stored plan as text, as a page and as a picture."""
 
 import argparse
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
 
 from alpa_strategy.commands.writing import writing
 from alpa_strategy.display.console import make_console, plain
 from alpa_strategy.display.findings import findings_text
+from alpa_strategy.display.measured import measured_table
 from alpa_strategy.display.table import plan_svg, plan_table
+from alpa_strategy.ir.measured_steps import measured_of_file
 from alpa_strategy.ir.plan import Plan
-from alpa_strategy.ir.plan_details import details_of_file
+from alpa_strategy.ir.plan_details import details_of_file, details_path
 from alpa_strategy.page.page import page_path, plan_page
+from alpa_strategy.urls import download, is_url, parent_and_name
 
 
 def add_arguments(show: argparse.ArgumentParser) -> None:
@@ -29,9 +36,17 @@ def run(arguments: argparse.Namespace) -> int:
     console = make_console()
     console.print(plan_table(plan))
     console.print(findings_text(plan))
+    measured = measured_of_file(arguments.plan, plan)
+    if measured is not None:
+        console.print(measured_table(measured, plan))
     if arguments.html is not None:
-        path = arguments.html or str(page_path(arguments.plan))
-        page = plan_page(plan, details_of_file(arguments.plan, plan))
+        # A page of a plan at a URL is written to the current folder.
+        _, name = parent_and_name(arguments.plan)
+        beside = name if is_url(arguments.plan) else arguments.plan
+        path = arguments.html or str(page_path(beside))
+        with _with_details(arguments.plan) as plan_path:
+            details = details_of_file(plan_path, plan)
+        page = plan_page(plan, details, name, measured)
         with writing(path) as target:
             target.write_text(page, encoding="utf-8")
         console.print(plain(f"page written to {path}"))
@@ -39,3 +54,18 @@ def run(arguments: argparse.Namespace) -> int:
         with writing(arguments.svg) as target:
             target.write_text(plan_svg(plan), encoding="utf-8")
     return 0
+
+
+@contextmanager
+def _with_details(plan_path: str) -> Iterator[Path]:
+    """Context with the path of a plan file, beside which its details are, if there are any."""
+    if not is_url(plan_path):
+        yield Path(plan_path)
+        return
+    parent, name = parent_and_name(plan_path)
+    with tempfile.TemporaryDirectory() as folder:
+        copy = Path(folder) / name
+        details = details_path(copy)
+        with suppress(FileNotFoundError):
+            download(f"{parent}/{details.name}", details)
+        yield copy

@@ -1,28 +1,21 @@
 """Exports to URLs (s3://, gs://, memory://): folders that are complete on disk are uploaded, by
-rank 0, through fsspec.
+rank 0.
 """
 
-import hashlib
 import shutil
 from pathlib import Path
 
+from alpa_strategy import urls
 from alpa_strategy.comm.collectives import Background
 from alpa_strategy.errors import CheckpointError
-from alpa_strategy.hf.libraries import library
 
 # Jobs of this process, one after the other.
 _BACKGROUND = Background("uploads")
 
 
-def is_url(folder: str | Path) -> bool:
-    """Whether a folder is a URL, and no local or mounted one."""
-    return "://" in str(folder)
-
-
 def local_copy(url: str, root: Path) -> Path:
     """Return the local folder below `root` in which the files for a URL are written first."""
-    digest = hashlib.sha256(url.encode()).hexdigest()[:16]
-    return root / digest
+    return root / urls.digest(url)
 
 
 def upload(folder: Path, url: str, in_background: bool) -> None:
@@ -41,16 +34,10 @@ def upload(folder: Path, url: str, in_background: bool) -> None:
 
     def job() -> None:
         try:
-            filesystem, root = library("fsspec").core.url_to_fs(url)
             for file in _in_order(folder):
-                target = f"{root}/{file.relative_to(folder).as_posix()}"
-                filesystem.makedirs(target.rpartition("/")[0], exist_ok=True)
-                filesystem.put_file(str(file), target)
-        except Exception as error:
-            # Each kind of file system has errors of its own.
-            raise CheckpointError(
-                f"{url} cannot be written: {error}", "give another URL"
-            ) from error
+                urls.upload(file, f"{url}/{file.relative_to(folder).as_posix()}")
+        except OSError as error:
+            raise CheckpointError(str(error), "give another URL") from error
         shutil.rmtree(folder)
 
     if in_background:

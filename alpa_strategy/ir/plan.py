@@ -451,7 +451,7 @@ class Plan:
             data = read_json(path)
         except OSError as error:
             raise PlanError(
-                f"cannot read the plan file {path}: {error.strerror}", "check the path"
+                f"cannot read the plan file {path}: {error.strerror or error}", "check the path"
             ) from error
         except BadFileError as error:
             raise PlanError(

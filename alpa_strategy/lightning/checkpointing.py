@@ -1,23 +1,16 @@
 """Checkpoints: what goes into one, in which form it is written, and when what was read is put where
 it belongs.
-
-`LightningModule.load_from_checkpoint(path)` of a sharded checkpoint has no hook in Lightning, nor
-has a Trainer with another strategy, so the functions by which they open a checkpoint are wrapped,
-once, when the strategy is imported.
 """
 
 import sys
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from functools import wraps
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.fabric.plugins.io import torch_io
 from lightning.fabric.utilities.apply_func import move_data_to_device
 from lightning.fabric.utilities.types import _Stateful
-from lightning.pytorch.core import saving
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
@@ -26,11 +19,16 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from alpa_strategy.checkpoint import sharded_state_dict
+from alpa_strategy.checkpoint.downloading import release_downloads
 from alpa_strategy.checkpoint.on_demand import LazyEntryGather
-from alpa_strategy.checkpoint.opening import checked, is_checkpoint, open_checkpoint, reading
+from alpa_strategy.checkpoint.opening import (
+    is_checkpoint,
+    open_checkpoint,
+    reading,
+)
 from alpa_strategy.checkpoint.owner_state import owner_state_to_write
 from alpa_strategy.checkpoint.saving import CheckpointWriter
-from alpa_strategy.checkpoint.tensors import LocalShards, StoredTensor, map_tensors
+from alpa_strategy.checkpoint.tensors import LocalShards, map_tensors
 from alpa_strategy.comm.collectives import (
     RankZero,
     all_gather_object,
@@ -42,7 +40,7 @@ from alpa_strategy.comm.collectives import (
 from alpa_strategy.errors import CheckpointError, OptionError
 from alpa_strategy.lightning.checkpoint_paths import (
     check_checkpoint_paths,
-    is_remote,
+    local_folder,
     warn_of_uploads,
 )
 from alpa_strategy.lightning.checks import names_in, own_hooks
@@ -56,6 +54,7 @@ from alpa_strategy.lightning.dataloader_state import (
 )
 from alpa_strategy.lightning.run_plans import RunPlans, resumed_plans
 from alpa_strategy.runtime.parameters import ParameterStore, unsharded_store
+from alpa_strategy.urls import is_of_process, is_url
 
 FORMS = ("auto", "sharded", "single")
 MEET_SECONDS = 10.0
@@ -69,8 +68,8 @@ class Checkpoints:
     Args:
         form: `sharded`: all ranks write directories; `single`: rank 0 writes ordinary files through
             the CheckpointIO; `auto`: directories while parameters are sharded, ordinary files while
-            every rank has all of them (and on one device, for the user's own CheckpointIO and for
-            remote paths: those through the CheckpointIO).
+            every rank has all of them (and on one device, and for the user's own CheckpointIO:
+            those through the CheckpointIO). At URLs, only the user's own CheckpointIO is used.
         in_background: training goes on while a checkpoint is written.
     """
 
@@ -127,8 +126,11 @@ class Checkpoints:
         self, path: str | Path, weights_only: bool | None, checkpoint_io: Any
     ) -> dict[str, Any]:
         """The Lightning checkpoint at `path`, with tensors that are read when they are used."""
-        if is_checkpoint(path) or (_is_torchs(checkpoint_io) and not is_remote(path)):
-            checkpoint = open_checkpoint(path, weights_only)
+        if self._writer is not None:
+            # It may be this checkpoint that is being written.
+            self._writer.wait()
+        if self._is_opened_here(path, checkpoint_io):
+            checkpoint = self._open_together(path, weights_only)
         else:
             checkpoint = checkpoint_io.load_checkpoint(path, weights_only=weights_only)
         if self._trainer.state.fn == TrainerFn.FITTING:
@@ -136,6 +138,34 @@ class Checkpoints:
                 self._resume = take_up(checkpoint, rank_in(None), world_size(), self._num_shares)
                 self.plans = resumed_plans(self.resumed)
         return checkpoint
+
+    def _open_together(self, path: str | Path, weights_only: bool | None) -> dict[str, Any]:
+        """Open a checkpoint on all ranks: one that is done may delete what its node has downloaded.
+
+        Collective, if it is at a URL.
+        """
+        if not is_url(path):
+            return open_checkpoint(path, weights_only)
+
+        def open_existing() -> dict[str, Any] | None:
+            try:
+                return open_checkpoint(path, weights_only)
+            except FileNotFoundError:
+                return None
+
+        checkpoint, are_open = on_all_ranks(open_existing, lambda result: result is not None)
+        if checkpoint is None or not all(are_open):
+            raise FileNotFoundError(f"Checkpoint file not found: {path}")
+        return checkpoint
+
+    def _is_opened_here(self, path: str | Path, checkpoint_io: Any) -> bool:
+        """Whether this package reads the checkpoint, not the CheckpointIO."""
+        if not is_url(path):
+            return _is_torchs(checkpoint_io) or is_checkpoint(path)
+        if not _is_torchs(checkpoint_io) and self._form != "sharded":
+            return False
+        # Lightning trusts the ordinary files of web servers (`lightning.fabric`'s `_load`).
+        return not str(path).startswith("http") or is_checkpoint(path)
 
     def load_model(self, module: Any, state_dict: Mapping[str, Tensor], strict: bool) -> None:
         """Read parameters and buffers into the module; those that are still on the meta device when
@@ -168,8 +198,12 @@ class Checkpoints:
         # A hook before the first batch may look at optimizers' state, which then is whole until the
         # plan.
         is_edited_early = "state" in names_in(own_hooks(self._trainer.lightning_module, _EARLY))
-        for optimizer, own in zip(optimizers, stored, strict=True):
-            parts = (own.get("state"), own.get("param_groups")) if isinstance(own, dict) else ()
+        for optimizer, state_dict in zip(optimizers, stored, strict=True):
+            parts = (
+                (state_dict.get("state"), state_dict.get("param_groups"))
+                if isinstance(state_dict, dict)
+                else ()
+            )
             if not parts or not isinstance(parts[0], dict) or not isinstance(parts[1], list):
                 raise CheckpointError(
                     "the checkpoint's optimizer state is not that of a torch optimizer", ""
@@ -181,7 +215,7 @@ class Checkpoints:
                 raise CheckpointError(
                     "the checkpoint's optimizer state of a parameter has no entries", ""
                 )
-            optimizer.load_state_dict({**own, "state": {}})
+            optimizer.load_state_dict({**state_dict, "state": {}})
             self._optimizer_states[id(optimizer)] = parts[0]
             is_made = not any(
                 p.is_meta for group in optimizer.param_groups for p in group["params"]
@@ -208,12 +242,13 @@ class Checkpoints:
         Collective.
         """
         self._run = run
-        run.whole.before_gather = self.serve_hooks
+        run.full_parameters.before_gather = self.serve_hooks
         if optimizers and self._is_sharded(self._trainer.strategy.checkpoint_io):
             warn_of_uploads(self._trainer)
         self.restore_parameters(run.store)
         for optimizer in optimizers:
             self._restore_optimizer(optimizer)
+        release_downloads()
         run.load_state_dict(self.resumed)
 
     def restore_parameters(self, store: ParameterStore) -> None:
@@ -361,9 +396,13 @@ class Checkpoints:
             return
         if storage_options is not None:
             raise CheckpointError(
-                "storage_options mean nothing for checkpoints in local folders", "leave them out"
+                "storage_options mean nothing for checkpoints of this strategy",
+                "leave them out; fsspec reads those of URLs from environment variables and from its"
+                " own configuration files",
             )
         in_background = self._in_background or isinstance(checkpoint_io, AsyncCheckpointIO)
+        if is_url(path):
+            in_background = self._is_training and not _is_of_ending_job(path)
         if self._is_sharded(checkpoint_io):
             self._writer_now().save(checkpoint, path, in_background, self._on_demand)
         else:
@@ -373,14 +412,20 @@ class Checkpoints:
         """The checkpoint with full tensors, on rank 0. Collective where it has shards."""
 
         def full(shards: LocalShards) -> Tensor:
-            tensor = shards.whole()
+            tensor = shards.full_tensor()
             return tensor.cpu() if self._trainer.is_global_zero else torch.empty(0)
 
         return map_tensors(checkpoint, LocalShards, full)
 
+    @property
+    def _is_training(self) -> bool:
+        """Whether a fit is running, whose end waits for what is written in the background."""
+        state = self._trainer.state
+        return state.fn == TrainerFn.FITTING and state.status == TrainerStatus.RUNNING
+
     def check_paths(self) -> None:
-        """CheckpointError where directories were asked for, and would go to a URL."""
-        check_checkpoint_paths(self._trainer, self._form == "sharded")
+        """Check the folders of checkpoints, as of `check_checkpoint_paths`."""
+        check_checkpoint_paths(self._trainer, self._form == "sharded" and world_size() > 1)
 
     def remove(self, path: str | Path, checkpoint_io: Any) -> None:
         """Remove a checkpoint of either form."""
@@ -396,12 +441,11 @@ class Checkpoints:
         """
         if self._trainer.state.fn != TrainerFn.FITTING or "loops" not in checkpoint:
             return
-        own = rank_state(
+        local_state = rank_state(
             self._trainer, self._run_state if self._run is None else self._run.state_dict()
         )
-        # The group is its own while it writes.
-        self._writer_now().wait()
-        put_states(checkpoint, all_gather_object(own, self._group), self._num_shares)
+        states = all_gather_object(local_state, cpu_group("checkpoint states"))
+        put_states(checkpoint, states, self._num_shares)
 
     def _is_sharded(self, checkpoint_io: Any) -> bool:
         """Whether a checkpoint that is made now holds shards."""
@@ -412,8 +456,13 @@ class Checkpoints:
 
     def _writes_through(self, checkpoint_io: Any, path: str | Path) -> bool:
         """Whether the CheckpointIO writes and removes, not this package's writer."""
+        if is_of_process(path) and world_size() > 1:
+            # Other ranks' shards would be in the memory of these.
+            return True
+        if is_url(path) and _is_torchs(checkpoint_io):
+            return False
         if self._form == "auto":
-            return world_size() == 1 or not _is_torchs(checkpoint_io) or is_remote(path)
+            return world_size() == 1 or not _is_torchs(checkpoint_io)
         return self._form == "single"
 
     def _writer_now(self) -> CheckpointWriter:
@@ -421,7 +470,13 @@ class Checkpoints:
         group = cpu_group("checkpoints")
         if self._writer is None or self._group is not group:
             self._group = group
-            self._writer = CheckpointWriter(self._group, self._trainer.is_global_zero)
+            staging_root = local_folder(self._trainer) / ".alpa" / "staging"
+            self._writer = CheckpointWriter(
+                self._group,
+                cpu_group("checkpoint states"),
+                self._trainer.is_global_zero,
+                staging_root.absolute(),
+            )
         return self._writer
 
     def _is_left_alone(self) -> bool:
@@ -459,6 +514,7 @@ class Checkpoints:
         """Wait for what is written in the background; after an exception only for a while. Raises
         what failed.
         """
+        release_downloads()
         if self._writer is None:
             return
         if not interrupted:
@@ -468,6 +524,11 @@ class Checkpoints:
             self._writer.wait(CLOSING_SECONDS)
         except CheckpointError as error:
             rank_zero_warn(f"alpa: {error}")
+        if self._writer.is_busy:
+            rank_zero_warn(
+                "alpa: a checkpoint is still being written or uploaded, and is lost if the process"
+                " ends now; the one before it stays. Staged files are in .alpa/staging"
+            )
         self._run = None
 
 
@@ -478,42 +539,6 @@ def _is_torchs(checkpoint_io: Any) -> bool:
     return checkpoint_io is None or type(checkpoint_io) is TorchCheckpointIO
 
 
-def register_directory_loading() -> None:
-    """Wrap Lightning's readers, unless they are wrapped already: `load_from_checkpoint`'s, and
-    other strategies'.
-    """
-    readers: tuple[Any, ...] = (saving, torch_io)
-    for owner in readers:
-        if not hasattr(owner.pl_load, "__wrapped__"):
-            owner.pl_load = _reader(owner.pl_load, for_module=owner is saving)
-
-
-def _reader(own: Callable[..., Any], for_module: bool) -> Callable[..., Any]:
-    """`own`, that reads our directories as well, their tensors in memory.
-
-    Args:
-        for_module: optimizers' state may stay on disk, and whatever is read must be a module's
-            checkpoint.
-    """
-
-    @wraps(own)
-    def load(path: Any, map_location: Any = None, weights_only: bool | None = None) -> Any:
-        place = Path(path) if isinstance(path, str | Path) else None
-        if place is None or not ((for_module and place.exists()) or is_checkpoint(place)):
-            return own(path, map_location, weights_only)
-        if not place.is_dir():
-            with reading(place):
-                return checked(own(path, map_location, weights_only), place)
-        device = map_location if isinstance(map_location, str | torch.device) else "cpu"
-        checkpoint = open_checkpoint(path, weights_only)
-        kept = {
-            key: value
-            for key, value in checkpoint.items()
-            if not for_module or key != "optimizer_states"
-        }
-        return {
-            **checkpoint,
-            **map_tensors(kept, StoredTensor, lambda stored: stored.whole().to(device)),
-        }
-
-    return load
+def _is_of_ending_job(path: str | Path) -> bool:
+    """Whether SLURM is about to end the job, and the checkpoint is for the next one."""
+    return str(path).rpartition("/")[2].startswith("hpc_ckpt_")

@@ -18,7 +18,6 @@ import torch
 from lightning.pytorch.cli import LightningCLI
 
 from alpa_strategy.checkpoint.opening import is_checkpoint, open_checkpoint
-from alpa_strategy.lightning.checkpoint_paths import is_remote
 
 HYPER_PARAMETERS = "hyper_parameters"
 
@@ -39,7 +38,7 @@ def _reading_directories(parse: Callable[[Any], None]) -> Callable[[Any], None]:
         before = cli.config
         subcommand = before.get("subcommand")
         path = before[subcommand].get("ckpt_path") if subcommand else None
-        if not path or is_remote(path) or not is_checkpoint(path):
+        if not path or not is_checkpoint(path):
             parse(cli)
             return
         with _hyper_parameters_file(path) as file:

@@ -59,11 +59,14 @@ class Job:
     # The folder `.alpa`; its subfolder `costs` has the measurements.
     folder: Path
 
-    # Folder of stored plans.
+    # Folder of stored plans, or of copies of those at `plan_url`.
     plan_folder: Path
 
-    # A plan file to run; None: a stored plan or a new one.
-    plan_file: Path | None
+    # URL of a folder of stored plans, which other jobs use, too.
+    plan_url: str | None
+
+    # Path or URL of a plan file to run; None: a stored plan or a new one.
+    plan_file: Path | str | None
 
     # Declared costs; None: they are measured.
     cluster: ClusterSpec | None

@@ -39,7 +39,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from typing_extensions import override
 
 from alpa_strategy.capture.python_state import patched
-from alpa_strategy.checkpoint.saving import discard_unfinished
+from alpa_strategy.checkpoint.names import discard_unfinished
 from alpa_strategy.comm.collectives import Background, all_gather_object, any_rank, check_groups
 from alpa_strategy.comm.failure import FailureWatch, exit_text, fresh_store, job_store
 from alpa_strategy.errors import AlpaError, OptionError, RuntimeMismatchError
@@ -360,6 +360,15 @@ TRAINS = "trains"
 PAUSES = "pauses"
 ENDS = "ends"
 POINTS = (TRAINS, PAUSES, ENDS)
+
+# What Lightning gives to every strategy.
+LIGHTNING_OPTIONS = (
+    "accelerator",
+    "parallel_devices",
+    "cluster_environment",
+    "checkpoint_io",
+    "precision_plugin",
+)
 
 EQUALLY_MANY = (
     "give all ranks equally many (limit_train_batches, max_steps, or drop the surplus in the"

@@ -313,13 +313,13 @@ def _partial_results(job: Job) -> PartialResults:
 
 def _stored(wanted: Fingerprint, step: StepGraph, job: Job, make: Callable[[], Plan]) -> Plan:
     """Return the stored plan with the fingerprint `wanted`, or the one of `make`, and store it."""
-    store = PlanStore(job.plan_folder)
+    store = PlanStore(job.plan_folder, job.plan_url)
     plan = store.find(wanted)
     why = store.explain(wanted) if plan is None else ""
     if plan is not None:
         try:
             _check_computes(plan, step, job)
-            job.progress.say(f"alpa: plan {store.path(plan.fingerprint)}")
+            job.progress.say(f"alpa: plan {store.location(plan.fingerprint)}")
             return plan
         # The file was edited, or a sharding rule has changed since.
         except PlanError as error:
@@ -330,9 +330,11 @@ def _stored(wanted: Fingerprint, step: StepGraph, job: Job, make: Callable[[], P
     # A check of the planner, too.
     _check_computes(plan, step, job)
     try:
-        job.progress.say(f"alpa: plan stored in {store.put(plan)}")
+        store.put(plan)
+        job.progress.say(f"alpa: plan stored in {store.location(plan.fingerprint)}")
     except OSError as error:
-        job.progress.say(f"alpa: the plan cannot be stored in {store.folder}: {error.strerror}")
+        place = job.plan_url or store.folder
+        job.progress.say(f"alpa: the plan cannot be stored in {place}: {error.strerror or error}")
     return plan
 
 
@@ -470,7 +472,7 @@ def _check_computes(plan: Plan, step: StepGraph, job: Job) -> None:
     if not plan.is_pipelined:
         return check_plan(plan, step, num_devices)
     micro = microbatch(step, plan.num_microbatches, num_devices)
-    return check_plan(plan, micro.graph, num_devices, micro.given)
+    return check_plan(plan, micro.graph, num_devices, micro.from_prologue)
 
 
 def check_optimizer(optimizer: OptimizerInfo, stages: tuple[StagePlan, ...]) -> None:

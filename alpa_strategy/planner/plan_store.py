@@ -1,38 +1,64 @@
-"""Plan files in a folder, one per fingerprint."""
+"""Plan files in a folder or at a URL, one per fingerprint."""
 
 import warnings
 from pathlib import Path
 
+from alpa_strategy import urls
 from alpa_strategy.errors import PlanError
+from alpa_strategy.files import replacing
 from alpa_strategy.ir.plan import Fingerprint, Plan
 
 
 class PlanStore:
-    """The plan files in `folder`. A file that cannot be read is reported once and ignored."""
+    """The plan files in `folder`. A file that cannot be read is reported once and ignored.
 
-    def __init__(self, folder: str | Path) -> None:
+    Args:
+        folder: a local or mounted folder.
+        url: of a folder that jobs share. Plans are downloaded from there, and uploaded; `folder`
+            has copies. A URL that cannot be reached is reported once, and the copies are used.
+    """
+
+    def __init__(self, folder: str | Path, url: str | None = None) -> None:
         self.folder = Path(folder)
+        self.url = url
         self._reported: set[Path] = set()
 
     def path(self, fingerprint: Fingerprint) -> Path:
         """Return the path of the plan of `fingerprint`, whether it exists or not."""
         return self.folder / f"{fingerprint.digest}.json"
 
+    def location(self, fingerprint: Fingerprint) -> str:
+        """Return the path of the plan of `fingerprint`, or its URL, for messages."""
+        path = self.path(fingerprint)
+        return str(path) if self.url is None else f"{self.url}/{path.name}"
+
     def find(self, fingerprint: Fingerprint) -> Plan | None:
         """Return the plan made for exactly this fingerprint, None if there is none (`explain`
         returns the reason).
         """
         path = self.path(fingerprint)
+        if self.url is not None:
+            self._download(path)
         plan = self._load(path) if path.exists() else None
         if plan is None or plan.fingerprint != fingerprint:
             return None
         return plan
 
     def put(self, plan: Plan) -> Path:
-        """Store a plan under its fingerprint, in the place of an older one, and return its path."""
+        """Store a plan under its fingerprint, in the place of an older one, and return its path.
+
+        Raises:
+            OSError: the folder or the URL cannot be written to.
+        """
         path = self.path(plan.fingerprint)
         plan.save(path)
         self._reported.discard(path)
+        if self.url is not None:
+            # Its details and its page are there already.
+            for file in sorted(self.folder.glob(f"{path.stem}.*")):
+                if file != path:
+                    urls.upload(file, f"{self.url}/{file.name}")
+            urls.replace(path, f"{self.url}/{path.name}")
         return path
 
     def explain(self, fingerprint: Fingerprint) -> str:
@@ -40,16 +66,29 @@ class PlanStore:
         differences from the closest stored plan.
         """
         if self.path(fingerprint).exists() and self.find(fingerprint) is None:
-            return f"the stored plan {self.path(fingerprint)} cannot be used"
+            return f"the stored plan {self.location(fingerprint)} cannot be used"
         differences: list[list[str]] = []
         for path in sorted(self.folder.glob("*.json")):
             plan = self._load(path)
             if plan is not None:
                 differences.append(plan.fingerprint.differences(fingerprint))
         if not differences:
-            return f"no plan is stored in {self.folder}"
+            return f"no plan is stored in {self.url or self.folder}"
         fewest = min(differences, key=len)
         return f"{', '.join(fewest)} changed"
+
+    def _download(self, path: Path) -> None:
+        """Update the copy of a plan."""
+        assert self.url is not None
+        try:
+            with replacing(path) as temporary:
+                urls.download(f"{self.url}/{path.name}", temporary)
+        except FileNotFoundError:
+            path.unlink(missing_ok=True)
+        except OSError as error:
+            if self.folder not in self._reported:
+                self._reported.add(self.folder)
+                warnings.warn(f"plans are read from {self.folder} only: {error}", stacklevel=3)
 
     def _load(self, path: Path) -> Plan | None:
         """Return a stored plan; None, with one warning, if the file is damaged."""

@@ -26,7 +26,7 @@ def whole(tensor: torch.Tensor) -> LocalShards:
 
 
 def save(path: Path, value: float, in_background: bool = False) -> CheckpointWriter:
-    writer = CheckpointWriter(None, is_rank_zero=True)
+    writer = CheckpointWriter(None, None, is_rank_zero=True)
     checkpoint = {"state_dict": {"w": whole(torch.full((3, 4), value))}, "epoch": int(value)}
     writer.save(checkpoint, path, in_background)
     return writer
@@ -61,7 +61,7 @@ def test_it_takes_the_place_of_a_file_and_of_a_link(tmp_path: Path) -> None:
 def test_a_failed_save_leaves_the_old_checkpoint(tmp_path: Path) -> None:
     path = tmp_path / "a.ckpt"
     save(path, 1.0)
-    writer = CheckpointWriter(None, is_rank_zero=True)
+    writer = CheckpointWriter(None, None, is_rank_zero=True)
     with pytest.raises(CheckpointError, match="pickle"):
         writer.save({"state_dict": {"w": whole(torch.ones(2))}, "hparams": lambda: None}, path)
     assert value_at(path) == 1
@@ -104,7 +104,7 @@ def test_in_the_background(tmp_path: Path) -> None:
     """
     first, second = tmp_path / "1.ckpt", tmp_path / "2.ckpt"
     save(first, 1.0)
-    writer = CheckpointWriter(None, is_rank_zero=True)
+    writer = CheckpointWriter(None, None, is_rank_zero=True)
     tensor = torch.full((3, 4), 2.0)
     writer.save({"state_dict": {"w": whole(tensor)}, "epoch": 2}, second, in_background=True)
     tensor.fill_(7)
@@ -147,7 +147,7 @@ def test_any_box_can_be_read_from_any_chunks(
         ]
     path = tmp_path_factory.mktemp("any") / "a.ckpt"
     held = LocalShards(shape, tensor.dtype, [Chunk(c.offsets, c.tensor.clone()) for c in chunks])
-    CheckpointWriter(None, is_rank_zero=True).save({"state_dict": {"w": held}}, path)
+    CheckpointWriter(None, None, is_rank_zero=True).save({"state_dict": {"w": held}}, path)
     stored = open_checkpoint(path)["state_dict"]["w"]
     box = [
         (min(a, b) % size, max(a, b) % size + 1) for (a, b), size in zip(asked, shape, strict=False)
@@ -156,4 +156,4 @@ def test_any_box_can_be_read_from_any_chunks(
     part = torch.empty([high - low for low, high in box])
     stored.fill([Chunk(tuple(low for low, _ in box), part)])
     assert torch.equal(part, tensor[tuple(slice(*ends) for ends in box)])
-    assert torch.equal(stored.whole(), tensor)
+    assert torch.equal(stored.full_tensor(), tensor)

@@ -20,8 +20,8 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
 
 from fuzz_checkpoints import KINDS, LOADERS, files_of, load_open, planted_in, write
 
+from alpa_strategy.checkpoint.directory import save_directory
 from alpa_strategy.checkpoint.opening import beside
-from alpa_strategy.checkpoint.saving import save_directory
 from alpa_strategy.errors import AlpaError, CheckpointError
 
 FILES = {

@@ -116,12 +116,12 @@ def test_damaged_metadata_is_an_error_of_ours(folder):
 
 def saved(path: Path) -> Path:
     w = LocalShards((3, 4), torch.float32, [Chunk((0, 0), torch.ones(3, 4))])
-    CheckpointWriter(None, is_rank_zero=True).save({"state_dict": {"w": w}, "epoch": 1}, path)
+    CheckpointWriter(None, None, is_rank_zero=True).save({"state_dict": {"w": w}, "epoch": 1}, path)
     return path
 
 
 def read_all(path: Path) -> object:
-    return map_tensors(open_checkpoint(path), StoredTensor, lambda stored: stored.whole())
+    return map_tensors(open_checkpoint(path), StoredTensor, lambda stored: stored.full_tensor())
 
 
 @pytest.mark.parametrize("name", [REST, ".metadata", "__0_0.distcp"])

@@ -7,6 +7,7 @@ import warnings
 from dataclasses import replace
 from pathlib import Path
 
+import fsspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -169,6 +170,32 @@ def test_store_reports_and_ignores_a_corrupted_file(tmp_path: Path) -> None:
         assert "cannot be used" in store.explain(FINGERPRINT)
     store.put(PLAN)
     assert store.find(FINGERPRINT) == PLAN
+
+
+def test_store_at_a_url_is_shared_by_machines(tmp_path: Path) -> None:
+    url = f"memory://{tmp_path.name}/plans"
+    first = PlanStore(tmp_path / "first", url)
+    assert first.find(FINGERPRINT) is None
+    assert url in first.explain(FINGERPRINT)
+    first.put(PLAN)
+    second = PlanStore(tmp_path / "second", url)
+    assert second.find(FINGERPRINT) == PLAN
+    assert Plan.load(second.location(FINGERPRINT)) == PLAN
+
+    fsspec.filesystem("memory").rm(f"{url}/{FINGERPRINT.digest}.json")
+    assert second.find(FINGERPRINT) is None
+
+
+def test_store_at_a_url_that_cannot_be_reached_uses_its_copies(tmp_path: Path) -> None:
+    # No server listens there, and fsspec cannot write to any.
+    store = PlanStore(tmp_path, "http://127.0.0.1:9/plans")
+    with pytest.warns(UserWarning, match=r"plans are read from .* only: http://127\.0\.0\.1:9"):
+        assert store.find(FINGERPRINT) is None
+    with pytest.raises(OSError, match="cannot be written"):
+        store.put(PLAN)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # once is enough
+        assert store.find(FINGERPRINT) == PLAN
 
 
 NOTES = [
