@@ -80,24 +80,24 @@ class Row:
 
 def plan_row(recipe: str, num_nodes: int) -> Row:
     """Plan one recipe on `num_nodes` nodes with this checkout."""
-    planning = run_plan(ROOT, recipe, CLUSTER, f"cluster.num_nodes={num_nodes}", *OVERRIDES)
-    if planning.plan is None:
-        return Row("", 0.0, 0.0, "", round(planning.cpu_seconds, 1), _error(planning))
-    plan = Plan.from_dict(planning.plan)
-    mfu = re.search(r"MFU ([\d.]+%)", planning.output)
+    planned = run_plan(ROOT, recipe, CLUSTER, f"cluster.num_nodes={num_nodes}", *OVERRIDES)
+    if planned.plan is None:
+        return Row("", 0.0, 0.0, "", round(planned.cpu_seconds, 1), _error(planned))
+    plan = Plan.from_dict(planned.plan)
+    mfu = re.search(r"MFU ([\d.]+%)", planned.output)
     return Row(
         words=plan_words(plan),
         step_seconds=plan.predicted.step_seconds,
         peak_bytes=plan.predicted.peak_bytes,
         mfu="" if mfu is None else mfu[1],
-        cpu_seconds=round(planning.cpu_seconds, 1),
+        cpu_seconds=round(planned.cpu_seconds, 1),
     )
 
 
-def _error(planning: Planning) -> str:
+def _error(planned: Planning) -> str:
     """The line of the output that names the error."""
-    lines = [line for line in planning.output.splitlines() if "Error: " in line]
-    return lines[-1] if lines else planning.output.strip().splitlines()[-1]
+    lines = [line for line in planned.output.splitlines() if "Error: " in line]
+    return lines[-1] if lines else planned.output.strip().splitlines()[-1]
 
 
 def read_stored() -> dict[str, dict[str, Row]]:

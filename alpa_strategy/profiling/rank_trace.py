@@ -168,7 +168,7 @@ def _backward_modules(slices: Sequence[Slice], root: str) -> list[Slice]:
             last.end = trace_slice.start
         if not module:
             module = root
-            if is_continued and last is not None:
+            if last is not None and is_continued:
                 module = last.name
         if is_continued and last is not None and last.name == module:
             last.end = trace_slice.end
