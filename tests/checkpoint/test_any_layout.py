@@ -84,10 +84,10 @@ class Seen(pl.Callback):
             trainer.save_checkpoint(self.path)
 
 
-def assert_same_state(found: dict[str, Any], expected: dict[str, Any]) -> None:
-    assert_bitwise(found["parameters"], expected["parameters"])
-    assert found["optimizer"]["state"].keys() == expected["optimizer"]["state"].keys()
-    assert_bitwise(found["optimizer"], expected["optimizer"])
+def assert_same_state(state: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert_bitwise(state["parameters"], expected["parameters"])
+    assert state["optimizer"]["state"].keys() == expected["optimizer"]["state"].keys()
+    assert_bitwise(state["optimizer"], expected["optimizer"])
 
 
 @pytest.mark.parametrize("saved", ["pipeline", "tensor"])
@@ -108,8 +108,8 @@ def test_saved_on_four_ranks(pool, tmp_path: Path, saved: str) -> None:
     for devices, other in (
         loads if saved == "pipeline" else [(2, PIPELINE), (3, ONE_STAGE["tensor"])]
     ):
-        for found in pool.run(devices, load, root, other, devices, path):
-            assert_same_state(found, expected)
+        for state in pool.run(devices, load, root, other, devices, path):
+            assert_same_state(state, expected)
     plain = str(tmp_path / "plain.ckpt")
     assert main(["export", path, plain]) == 0
     torch.set_default_dtype(torch.float64)
@@ -121,8 +121,8 @@ def test_saved_on_four_ranks(pool, tmp_path: Path, saved: str) -> None:
     assert_same_state(load(root, None, 1, plain), expected)
     assert_bitwise(dict(open_checkpoint(path)["state_dict"]), dict(torch.load(plain)["state_dict"]))
     # And back: an ordinary file, on several devices.
-    for found in pool.run(2, load, root, PIPELINE, 2, plain):
-        assert_same_state(found, expected)
+    for state in pool.run(2, load, root, PIPELINE, 2, plain):
+        assert_same_state(state, expected)
 
 
 def test_export_of_nothing_is_a_clear_error(tmp_path: Path, capsys) -> None:
@@ -149,11 +149,11 @@ def test_from_an_ordinary_checkpoint(pool, tmp_path: Path, schedule: bool) -> No
     trainer, _, _ = fit(root, None, 1, 2, **alone)
     trainer.save_checkpoint(f"{root}/2.ckpt")
     for options in (PIPELINE, ONE_STAGE["zero3"]):
-        found = pool.run(2, one_step, root, options, alone)[0]
-        torch.testing.assert_close(found, {3: expected[3]}, rtol=1e-9, atol=1e-9)
+        third_step = pool.run(2, one_step, root, options, alone)[0]
+        torch.testing.assert_close(third_step, {3: expected[3]}, rtol=1e-9, atol=1e-9)
         export_checkpoint(f"{root}/3.ckpt", f"{root}/plain.ckpt")
-        _, _, found = fit(root, None, 1, 4, ckpt_path=f"{root}/plain.ckpt", **alone)
-        torch.testing.assert_close(found, {4: expected[4]}, rtol=1e-9, atol=1e-9)
+        _, _, fourth_step = fit(root, None, 1, 4, ckpt_path=f"{root}/plain.ckpt", **alone)
+        torch.testing.assert_close(fourth_step, {4: expected[4]}, rtol=1e-9, atol=1e-9)
 
 
 def one_step(root: str, options: dict[str, Any], arguments: dict[str, Any]) -> dict[int, Any]:

@@ -60,11 +60,11 @@ class Kills(pl.Callback):
         os.kill(os.getpid(), signal.SIGKILL)
 
     def _savings(self) -> set[tuple[str, int]]:
-        found = set()
+        savings = set()
         for path in self.folder.glob(".alpa.*.saving"):
             with contextlib.suppress(FileNotFoundError):
-                found.add((path.name, path.stat().st_ino))
-        return found
+                savings.add((path.name, path.stat().st_ino))
+        return savings
 
 
 def train(root: str, options: dict[str, Any], kill: int | None) -> dict[int, Any]:
@@ -80,12 +80,12 @@ def check(folder: Path) -> int:
     """All that is there under a checkpoint's name can be read, every tensor of it; the highest
     step.
     """
-    found = 0
+    highest_step = 0
     for path in folder.glob("*.ckpt"):
         checkpoint = open_checkpoint(path)
         map_tensors(checkpoint, StoredTensor, StoredTensor.full_tensor)
-        found = max(found, checkpoint["global_step"])
-    return found
+        highest_step = max(highest_step, checkpoint["global_step"])
+    return highest_step
 
 
 @pytest.mark.slow

@@ -84,8 +84,8 @@ def files_in(root: str) -> list[str]:
 def save_and_resume(root: str, options: dict[str, Any]) -> dict[str, Any]:
     _, _, expected = fit(f"{root}/undisturbed", options, 2, 6)
     trainer, _, _ = fit(root, options, 2, 4, callbacks=[saving(root)])
-    kept = files_in(root)
-    folders = os.listdir(f"{root}/bucket/.alpa") if ".alpa" in kept else []
+    file_names = files_in(root)
+    folders = os.listdir(f"{root}/bucket/.alpa") if ".alpa" in file_names else []
     _, _, steps = fit(root, options, 2, 6, ckpt_path="last", callbacks=[saving(root, 100)])
     assert sorted(steps) == [5, 6]
     assert_bitwise(steps, {number: expected[number] for number in steps})
@@ -93,7 +93,7 @@ def save_and_resume(root: str, options: dict[str, Any]) -> dict[str, Any]:
     trainer.save_checkpoint(f"{bucket(root)}/by_hand.ckpt")
     weights = loaded(f"{bucket(root)}/by_hand.ckpt")
     assert_bitwise({name: weights[name] for name in expected[4]["weights"]}, expected[4]["weights"])
-    return {"kept": kept, "folders": len(folders), "staged": staged(root)}
+    return {"kept": file_names, "folders": len(folders), "staged": staged(root)}
 
 
 def staged(root: str) -> list[str]:
