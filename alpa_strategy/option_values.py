@@ -276,6 +276,16 @@ def _replicas(value: Any) -> int | None:
     return None if value is None else _integer(value, 1)
 
 
+def _profile_steps(value: Any) -> tuple[int, int] | None:
+    if value is None:
+        return None
+
+    _require(isinstance(value, Sequence) and not isinstance(value, str))
+    first, end = (_integer(step, 0) for step in value)
+    _require(first < end)
+    return first, end
+
+
 def _bytes(value: Any) -> int:
     return int(_number(value, 0.0, 1e18))
 
@@ -376,6 +386,11 @@ _KINDS: dict[str, tuple[Callable[[Any], Any], str, str]] = {
     "check_gradients": _FLAG,
     "verbose": _FLAG,
     "log_plan": _FLAG,
+    "profile_steps": (
+        _profile_steps,
+        "are no steps",
+        "give the first step and the one after the last, counted from 0, such as (10, 13)",
+    ),
     "async_checkpoint": _FLAG,
     "replicas": (_replicas, "cannot be", _COUNT_FIX),
 }

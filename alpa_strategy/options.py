@@ -261,6 +261,9 @@ class Limits:
     # Whether the Trainer's loggers get the plan and step times.
     log_plan: bool = True
 
+    # (first, last + 1) training steps that are profiled; None: none.
+    profile_steps: tuple[int, int] | None = None
+
     # Whether training continues while a checkpoint is written.
     async_checkpoint: bool = False
 

@@ -40,12 +40,12 @@ from alpa_strategy.lightning.full_parameters import check_backward
 from alpa_strategy.lightning.job import Job, compiled_by_user, options_of_run
 from alpa_strategy.lightning.loader_order import LoaderOrder
 from alpa_strategy.lightning.log_means import reduce_logged
-from alpa_strategy.lightning.logger_report import LoggerReport
 from alpa_strategy.lightning.master_weights import with_masters
-from alpa_strategy.lightning.parallel_job import ENDS, PAUSES, ParallelJob
+from alpa_strategy.lightning.parallel_job import ENDS, LIGHTNING_OPTIONS, PAUSES, ParallelJob
 from alpa_strategy.lightning.pretrained import SavesPretrained
 from alpa_strategy.lightning.session import Session
 from alpa_strategy.lightning.step_effects import GLOBAL, REPLICAS
+from alpa_strategy.lightning.step_reports import StepReports
 from alpa_strategy.option_values import compile_options
 from alpa_strategy.options import (
     BUCKET_BYTES,
@@ -103,8 +103,10 @@ class AlpaStrategy(SavesPretrained, ParallelJob):
         plan_timeout_seconds: seconds that the other ranks wait for rank 0's plan.
         collective_timeout_seconds: timeout of the process group.
         verbose: print phases, the plan, and predicted against measured step time (on rank 0).
+        start_method: `popen` runs the script again per device, `fork` copies the process.
         log_plan: give the Trainer's loggers the plan as hyperparameters, and step seconds, samples
             per second, MFU and memory as metrics, all named `alpa/...`.
+        profile_steps: (first, last + 1) training steps to trace, into the Trainer's `log_dir`.
 
     Raises:
         OptionError: an option is unknown or has a value that it cannot have.
@@ -147,6 +149,8 @@ class AlpaStrategy(SavesPretrained, ParallelJob):
         collective_timeout_seconds: float = 1800.0,
         verbose: bool = True,
         log_plan: bool = True,
+        profile_steps: tuple[int, int] | None = None,
+        start_method: str = "popen",
         accelerator: pl.accelerators.Accelerator | None = None,
         parallel_devices: list[torch.device] | None = None,
         cluster_environment: Any = None,
@@ -158,18 +162,10 @@ class AlpaStrategy(SavesPretrained, ParallelJob):
         values = dict(locals())
         check_names(unknown, OPTION_NAMES, "unknown option of AlpaStrategy")
         self._read_options(values)
-        super().__init__(
-            collective_timeout_seconds,
-            accelerator=accelerator,
-            parallel_devices=parallel_devices,
-            cluster_environment=cluster_environment,
-            checkpoint_io=checkpoint_io,
-            precision_plugin=precision_plugin,
-        )
+        of_lightning = {name: values[name] for name in LIGHTNING_OPTIONS}
+        super().__init__(collective_timeout_seconds, start_method, **of_lightning)
         self._checkpoints = Checkpoints(checkpoint, async_checkpoint)
-        self._loader_order = LoaderOrder()
         self._session = Session(self._job, self._checkpoints)
-        self._logger_report: LoggerReport | None = None
 
     def _read_options(self, values: Mapping[str, Any]) -> None:
         """Validate and store the options, `values` by name; see `__init__` for what is raised."""
@@ -184,8 +180,10 @@ class AlpaStrategy(SavesPretrained, ParallelJob):
         eager_option(self.options, self.limits)
         submodule_options(self.options, self.limits, num_devices)
 
-        # Result of `submodule_options` for the job's devices, once these are known.
+        # Result of `submodule_options`, once the job's devices are known.
         self._submodules: tuple[int, PlanOptions] | None = None
+        self._reports = StepReports(self)
+        self._loader_order = LoaderOrder()
         # Dynamo's context, if the Trainer is given a module that `torch.compile` made.
         self._compiled_in: Any = None
 
@@ -207,8 +205,7 @@ class AlpaStrategy(SavesPretrained, ParallelJob):
 
     @property
     def process_bytes(self) -> int:
-        """Bytes of host memory that this process uses in addition to `plan.predicted.peak_bytes`;
-        0 on GPUs."""
+        """Host bytes that this process uses besides `plan.predicted.peak_bytes`; 0 on GPUs."""
         return self._session.process_bytes
 
     @property
@@ -260,7 +257,6 @@ class AlpaStrategy(SavesPretrained, ParallelJob):
         replicas = self.limits.replicas
         if replicas is None or module is None or not module.trainer.training:
             return None
-
         return divide(replicas)
 
     @property
@@ -348,9 +344,7 @@ class AlpaStrategy(SavesPretrained, ParallelJob):
             if self.options.batch_scope == "global":
                 trainer._accelerator_connector.use_distributed_sampler = False
 
-        self._logger_report = None
-        if fitting and self.limits.log_plan and self.global_rank == 0:
-            self._logger_report = LoggerReport(trainer)
+        self._reports = StepReports(self, trainer if fitting else None)
 
         if is_on_meta(self._module):
             deferred_init.begin(self.root_device)
@@ -384,8 +378,7 @@ class AlpaStrategy(SavesPretrained, ParallelJob):
         """Plan on the first batch. It is the loader's, so no batch is lost and no random state is
         changed."""
         self._session.before_training_batch(self._module, self.optimizers, batch, batch_idx)
-        if self._logger_report is not None and self.run is not None:
-            self._logger_report.begin_batch(self.run)
+        self._reports.begin_batch(self.run)
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -450,6 +443,7 @@ class AlpaStrategy(SavesPretrained, ParallelJob):
         """Unshard the module and the optimizer, if they fit."""
         if self._signals is not None:
             self._signals.meet(ENDS)
+        self._reports.end(self.run)
         self._session.end_training()
 
     # Checkpoints
@@ -507,12 +501,12 @@ class AlpaStrategy(SavesPretrained, ParallelJob):
     def whole_parameters(self) -> AbstractContextManager[None]:
         """Context in which the module's parameters are full, for user code; changes persist.
         Collective on entry."""
-        return nullcontext() if self.run is None else self.run.whole.entered()
+        return nullcontext() if self.run is None else self.run.full_parameters.entered()
 
     @property
     def is_whole(self) -> bool:
         """Whether the module has its full parameters now."""
-        return self.run is None or self.run.whole.is_active
+        return self.run is None or self.run.full_parameters.is_active
 
     @property
     @override
@@ -587,6 +581,7 @@ class AlpaStrategy(SavesPretrained, ParallelJob):
     def teardown(self) -> None:
         """End the run, after exceptions as well: without collectives."""
         self.stop_watching()
+        self._reports.close()
         self._session.close(self.interrupted)
         # In reverse order: the session's wrappers are around the same hooks.
         if not self.interrupted:

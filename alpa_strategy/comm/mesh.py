@@ -82,9 +82,13 @@ class AxisComm:
         index: this device's coordinate on it.
         group: process group of the axis, None for the default group (not used if `size` is 1).
         library: module with the collectives (see `select_backend`).
+        name: of the axis in traces.
     """
 
-    def __init__(self, size: int, index: int, group: Any, library: Any) -> None:
+    def __init__(
+        self, size: int, index: int, group: Any, library: Any, name: str = "all devices"
+    ) -> None:
+        self.name = name
         self.size = size
         self.index = index
         self.group = group
@@ -333,7 +337,7 @@ class MeshComm:
     coordinate: tuple[int, ...]
     axes: tuple[AxisComm, ...]
     # all devices as one axis, row-major
-    whole: AxisComm
+    all_devices: AxisComm
     # of the job, or of the replica; row-major
     ranks: tuple[int, ...]
 
@@ -347,13 +351,17 @@ class MeshComm:
 
         Collective. Rank i passes chunk i; the device at position i of the mesh gets chunk i.
         """
-        rank = self.ranks[self.whole.index]
+        rank = self.ranks[self.all_devices.index]
         if self.is_in_order:
             return rows
         count = rows.numel()
         sent = [count * (place == rank) for place in range(len(self.ranks))]
-        received = [count * (other == self.whole.index) for other in self.ranks]
-        return self.whole.start_exchange(rows.reshape(-1), sent, received).wait().view(rows.shape)
+        received = [count * (other == self.all_devices.index) for other in self.ranks]
+        return (
+            self.all_devices.start_exchange(rows.reshape(-1), sent, received)
+            .wait()
+            .view(rows.shape)
+        )
 
 
 @dataclass(frozen=True)
@@ -477,7 +485,8 @@ def _build_one(
             if members != ranks:
                 axis_group = _group_of(members, (shape, axis), group)
             if rank in members:
-                axes.append(AxisComm(size, members.index(rank), axis_group, library))
+                name = f"mesh axis {axis}"
+                axes.append(AxisComm(size, members.index(rank), axis_group, library, name))
     if rank not in ranks:
         return None
     coordinate = tuple(int(i) for i in np.unravel_index(ranks.index(rank), shape))

@@ -47,6 +47,7 @@ class Reshard:
         mesh: mesh of the tensor; all of its devices must call.
         sums_in_fp32: whether gradients in half precision are summed in float32.
         cast: dtype in which values are moved; gradients keep the dtype of their sum.
+        subject: name of the tensor in traces, such as a parameter's.
 
     Attributes:
         forward_steps, backward_steps: what is done in each direction.
@@ -62,7 +63,9 @@ class Reshard:
         mesh: MeshComm,
         sums_in_fp32: bool = False,
         cast: torch.dtype | None = None,
+        subject: str = "",
     ) -> None:
+        self.subject = subject
         self.src = src
         self.dst = dst
         self.shape = tuple(shape)
@@ -295,7 +298,7 @@ def _sums(steps: tuple[LocalStep, ...], mesh: MeshComm) -> tuple[Sum, ...]:
     larger_axes = {axis for axis, size in enumerate(mesh.shape) if size != 1}
     covers_mesh = covered >= larger_axes
     if len(covered) == len(steps) > 1 and covers_mesh:
-        return (Sum(mesh.whole, None),)
+        return (Sum(mesh.all_devices, None),)
     sums = []
     for step in steps:
         dim = step.dst.dim if isinstance(step.dst, Shard) else None

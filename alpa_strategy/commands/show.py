@@ -9,7 +9,9 @@ from pathlib import Path
 from alpa_strategy.commands.writing import writing
 from alpa_strategy.display.console import make_console, plain
 from alpa_strategy.display.findings import findings_text
+from alpa_strategy.display.measured import measured_table
 from alpa_strategy.display.table import plan_svg, plan_table
+from alpa_strategy.ir.measured_steps import measured_of_file
 from alpa_strategy.ir.plan import Plan
 from alpa_strategy.ir.plan_details import details_of_file, details_path
 from alpa_strategy.page.page import page_path, plan_page
@@ -34,12 +36,17 @@ def run(arguments: argparse.Namespace) -> int:
     console = make_console()
     console.print(plan_table(plan))
     console.print(findings_text(plan))
+    measured = measured_of_file(arguments.plan, plan)
+    if measured is not None:
+        console.print(measured_table(measured, plan))
     if arguments.html is not None:
         # A page of a plan at a URL is written to the current folder.
         _, name = parent_and_name(arguments.plan)
-        path = arguments.html or str(page_path(name if is_url(arguments.plan) else arguments.plan))
+        beside = name if is_url(arguments.plan) else arguments.plan
+        path = arguments.html or str(page_path(beside))
         with _with_details(arguments.plan) as plan_path:
-            page = plan_page(plan, details_of_file(plan_path, plan))
+            details = details_of_file(plan_path, plan)
+        page = plan_page(plan, details, name, measured)
         with writing(path) as target:
             target.write_text(page, encoding="utf-8")
         console.print(plain(f"page written to {path}"))

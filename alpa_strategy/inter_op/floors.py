@@ -13,15 +13,11 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from alpa_strategy.inter_op.layer_matrix import (
-    MAX_ENTRIES,
-    MAX_TABLE_ENTRIES,
-    LayerProblem,
-    priced_problem,
-)
+from alpa_strategy.inter_op.layer_elimination import plan_elimination
+from alpa_strategy.inter_op.layer_matrix import LayerProblem, priced_problem
 from alpa_strategy.inter_op.stage_problem import PER_STEP, CostBreakdown
 from alpa_strategy.intra_op.problem import Problem
-from alpa_strategy.intra_op.solver.elimination import eliminate, network_of, plan_order
+from alpa_strategy.intra_op.solver.elimination import eliminate
 
 if TYPE_CHECKING:
     from alpa_strategy.inter_op.stage_costs import LayerRangeCosts, PricedLayers, StageCostTask
@@ -70,15 +66,13 @@ def layer_floors(
     Args:
         passing: of `passing_seconds`.
     """
-    network = network_of(_problem_at(joined, prices, num_microbatches))
-    if network is None:
-        return np.zeros(len(prices))
-    order = plan_order(network, MAX_TABLE_ENTRIES, MAX_ENTRIES)
-    if order is None:
+    elimination = plan_elimination(_problem_at(joined, prices, num_microbatches))
+    if elimination is None:
         return np.zeros(len(prices))
 
     # [price]
-    minimum, _ = eliminate(network, order.variables)
+    minimum, _ = eliminate(elimination.network, elimination.order.variables)
+    minimum = np.maximum(minimum - elimination.excess, 0.0)
     forward, backward = passing
     floors = np.zeros(len(prices))
     for index, price in enumerate(prices):
@@ -159,7 +153,7 @@ def floors_of(job: "StageCostTask", priced: "PricedLayers", is_needed: bool) -> 
         priced.problems, priced.passing, priced.matrices, strict=True
     ):
         extra_floors = layer_floors(problem, extra, job.num_microbatches, passing)
-        of_kinds.append(np.concatenate([matrix.objective.min(axis=(1, 2)), extra_floors]))
+        of_kinds.append(np.concatenate([matrix.floors(), extra_floors]))
     seconds = np.stack([of_kinds[kind] for kind in kinds], axis=1)
     always = np.array([least_always(problem) for problem in priced.problems])
     working = np.array([least_working(problem) for problem in priced.problems])

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from alpa_strategy.errors import PlanError
+from alpa_strategy.inter_op.layer_elimination import Elimination, plan_elimination
 from alpa_strategy.inter_op.stage_problem import (
     PER_STEP,
     CostBreakdown,
@@ -36,15 +37,12 @@ from alpa_strategy.intra_op.problem import (
     evaluate,
     restrict_strategies,
 )
-from alpa_strategy.intra_op.solver.elimination import eliminate, network_of, plan_order
+from alpa_strategy.intra_op.solver.elimination import eliminate
 from alpa_strategy.intra_op.solver.solve import solve
 from alpa_strategy.ir.graph import StepGraph
 from alpa_strategy.ir.placement import INVARIANT, DualLayout, shard
 from alpa_strategy.sharding.redistribute import reshard_table
 
-MAX_TABLE_ENTRIES = 10_000_000
-# Of all tables of one price: about a second.
-MAX_ENTRIES = 200_000_000
 # Of one table at all prices that are solved together.
 TOGETHER_ENTRIES = 2_000_000
 # The last axis of `parts`: seconds of a micro-batch and once per step; bytes always and per
@@ -77,6 +75,19 @@ class LayerMatrix:
 
     # [k, p, q, part] every `Part`
     parts: np.ndarray
+
+    # [k] by how much `objective` may exceed the optimum; inf where that is not known
+    excess: np.ndarray
+
+    def floors(self) -> np.ndarray:
+        """Return [k] lower bounds of the objective, for any layouts at the ends."""
+        return floor_of(self.objective.min(axis=(1, 2)), self.excess)
+
+
+def floor_of(seconds: np.ndarray, excess: np.ndarray) -> np.ndarray:
+    """Return lower bounds of seconds that exceed an optimum by at most `excess`."""
+    is_known = np.isfinite(excess)
+    return np.maximum(seconds - np.where(is_known, excess, 0.0), 0.0) * is_known
 
 
 @dataclass(frozen=True)
@@ -130,7 +141,7 @@ def layer_matrix(
     parts = np.zeros((*shape, len(Part)))
     live = [np.flatnonzero(np.isfinite(p.forward + p.backward + p.once)) for p in joined.choices]
     if any(len(strategies) == 0 for strategies in live):
-        return LayerMatrix(objective, parts)
+        return LayerMatrix(objective, parts, np.zeros(len(prices)))
     problem = _problem_at(joined, prices, num_microbatches)
     if any(
         len(strategies) < len(p.forward) for strategies, p in zip(live, joined.choices, strict=True)
@@ -138,16 +149,20 @@ def layer_matrix(
         # What pins forbid is not even looked at.
         problem = restrict_strategies(problem, live)
     ends = (joined.entering, joined.leaving)
-    pairs = _by_elimination(problem, ends)
-    if pairs is None:
-        pairs = _stacked(dense_layer_costs(_one_by_one(problem, len(prices)), ends))
-    objective[:], values = pairs
+    elimination = plan_elimination(problem, ends)
+    if elimination is not None:
+        excess = elimination.excess
+        objective[:], values = _eliminated(elimination, ends, len(prices))
+    else:
+        pairs, bound = dense_layer_costs(_one_by_one(problem, len(prices)), ends)
+        objective[:], values = _stacked(pairs)
+        excess = objective.min(axis=(1, 2)) - bound
     values = [strategies[v] for strategies, v in zip(live, values, strict=False)]
     parts[:] = _sum_parts(joined, values, shape, begins)
     objective += num_microbatches * sum(passing)
     parts[..., Part.FORWARD] += passing[0]
     parts[..., Part.BACKWARD] += passing[1]
-    return LayerMatrix(objective, parts)
+    return LayerMatrix(objective, parts, excess)
 
 
 def _problem_at(joined: "LayerProblem", prices: Sequence[Price], num_microbatches: int) -> Problem:
@@ -169,20 +184,15 @@ def priced_problem(
     )
 
 
-def _by_elimination(problem: Problem, ends: tuple[int, int]) -> "Pairs | None":
-    """Return the exact costs, [price, p, q]; None if the tables would be too large.
+def _eliminated(elimination: Elimination, ends: tuple[int, int], num_prices: int) -> "Pairs":
+    """Return the costs, [price, p, q], of the layer at all prices.
 
     Args:
         ends: the choices p and q.
     """
-    network = network_of(problem)
-    order = None
-    if network is not None:
-        order = plan_order(network, MAX_TABLE_ENTRIES, MAX_ENTRIES, ends)
-    if network is None or order is None:
-        return None
+    network = elimination.network
+    order = elimination.order
     together = max(1, int(TOGETHER_ENTRIES / max(order.most_entries, 1.0)))
-    num_prices = len(problem.choices[0].cost)
     pairs = []
     for first in range(0, num_prices, together):
         at_some_prices = network.with_tables(partial(_rows, first=first, last=first + together))
@@ -425,7 +435,7 @@ def _sum_parts(
     """
     intra = joined.stage.intra
     total = np.zeros((*shape, len(Part)))
-    working, gathered, made = (np.zeros(shape) for _ in range(3))
+    working, gathered, gradient_bytes = (np.zeros(shape) for _ in range(3))
     read = read_last(intra) if begins else [[]] * len(intra.ops)
     offset = len(intra.parameters)
     for index, costs in enumerate(joined.choices):
@@ -434,8 +444,10 @@ def _sum_parts(
     for index, parameter in enumerate(intra.parameters):
         total[..., Part.UPDATE] += scratch * parameter.gradient_bytes[values[index]]
     for index, (options, parameters) in enumerate(zip(intra.ops, read, strict=True)):
-        made += sum(intra.parameters[p].gradient_bytes[values[p]] for p in parameters)
-        np.maximum(working, options.temporary_bytes[values[offset + index]] - made, out=working)
+        gradient_bytes += sum(intra.parameters[p].gradient_bytes[values[p]] for p in parameters)
+        np.maximum(
+            working, options.temporary_bytes[values[offset + index]] - gradient_bytes, out=working
+        )
     for transfer, costs, sizes in zip(
         joined.problem, joined.transfers, joined.gathered, strict=True
     ):
@@ -454,7 +466,7 @@ def _sum_parts(
                 np.maximum(gathered, sizes[source, target], out=gathered)
     total[..., Part.ENTERING] = joined.entering_bytes[:, None]
     total[..., Part.LEAVING] = joined.leaving_bytes
-    total[..., Part.WORKING], total[..., Part.MADE] = working + 2 * gathered, made
+    total[..., Part.WORKING], total[..., Part.MADE] = working + 2 * gathered, gradient_bytes
     return total
 
 
@@ -485,20 +497,27 @@ SECONDS_PER_SOLVE = 5.0
 Pairs = tuple[np.ndarray, list[np.ndarray]]
 
 
-def dense_layer_costs(problems: Sequence[Problem], ends: tuple[int, int]) -> list[Pairs]:
+def dense_layer_costs(
+    problems: Sequence[Problem], ends: tuple[int, int]
+) -> tuple[list[Pairs], float]:
     """Return, per problem, an assignment for each pair of values of the two choices `ends`, and its
-    objective; inf if there is none.
+    objective; inf if there is none. And a lower bound of all objectives.
 
     Args:
-        problems: one problem at several prices of memory.
+        problems: one problem at several prices of memory, the lowest first.
     """
     # At the lowest and the highest price of memory.
     starts: list[tuple[int, ...]] = []
-    for problem in (problems[0], problems[-1])[: len(problems)]:
+    bound = 0.0
+    for index, problem in enumerate((problems[0], problems[-1])[: len(problems)]):
         # Impossible whatever the ends.
         with suppress(PlanError):
-            starts.append(solve(problem, SECONDS_PER_SOLVE).assignment)
-    return [_moved_ends(problem, ends, list(dict.fromkeys(starts))) for problem in problems]
+            solution = solve(problem, SECONDS_PER_SOLVE)
+            starts.append(solution.assignment)
+            if index == 0:
+                bound = max(solution.bound, 0.0)
+    pairs = [_moved_ends(problem, ends, list(dict.fromkeys(starts))) for problem in problems]
+    return pairs, bound
 
 
 def _moved_ends(

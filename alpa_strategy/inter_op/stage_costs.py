@@ -23,6 +23,7 @@ from alpa_strategy.inter_op.layer_matrix import (
     LayerMatrix,
     LayerProblem,
     Part,
+    floor_of,
     follow_leaders,
     layer_matrix,
     passing_seconds,
@@ -255,8 +256,10 @@ def run_costs(
         # [layer, part] of single layers; memory has no price.
         single = runs[0, layers, layers + 1]
         seconds = single[:, Part.FORWARD] + single[:, Part.BACKWARD]
-        least = np.minimum(least, job.num_microbatches * seconds + single[:, Part.ONCE])
-        least_each = np.minimum(least_each, seconds)
+        excess = priced.excess()
+        of_step = job.num_microbatches * seconds + single[:, Part.ONCE]
+        least = np.minimum(least, floor_of(of_step, excess))
+        least_each = np.minimum(least_each, floor_of(seconds, excess / job.num_microbatches))
 
         always_fits = _always_fits(job, runs[0, 0, num_layers])
         floors.append(floors_of(job, priced, is_needed=not always_fits))
@@ -339,6 +342,12 @@ class PricedLayers:
         """Return [price, first, last + 1, part] of all runs; forward is inf if impossible."""
         matrices = [self.matrices[kind] for kind in self.kinds]
         return compose_runs(matrices, newly_received_shares(self.layers))
+
+    def excess(self) -> np.ndarray:
+        """Return [layer] by how many seconds of a step the fastest layouts may take longer than the
+        optimum.
+        """
+        return np.array([self.matrices[kind].excess[0] for kind in self.kinds])
 
 
 def run_parts(
@@ -428,7 +437,9 @@ def _seconds_per_byte(layers: Sequence[LayerMatrix]) -> float:
 def _at_all_prices(one: LayerMatrix, other: LayerMatrix) -> LayerMatrix:
     """Return the matrix of a layer at the prices of both."""
     return LayerMatrix(
-        np.concatenate([one.objective, other.objective]), np.concatenate([one.parts, other.parts])
+        np.concatenate([one.objective, other.objective]),
+        np.concatenate([one.parts, other.parts]),
+        np.concatenate([one.excess, other.excess]),
     )
 
 

@@ -473,6 +473,19 @@ class StepGraph:
         """Value index -> index of the op that computes it."""
         return {value: index for index, op in enumerate(self.ops) for value in op.results}
 
+    def name_of(self, value: int) -> str:
+        """Return the name of a value: of the parameter that it is made of, or of its op."""
+        parameters = {parameter.value: parameter.name for parameter in self.parameters}
+        if value in parameters:
+            return parameters[value]
+        if value not in self.makers:
+            return "an input"
+        op = self.ops[self.makers[value]]
+        # A cast or a view of a parameter.
+        if len(op.operands) == 1 and op.operands[0] in parameters:
+            return parameters[op.operands[0]]
+        return f"{op.name} of {op.module}" if op.module else op.name
+
     @cached_property
     def last_readers(self) -> dict[int, int]:
         """Value index -> index of the last op that reads it, or -1; of all results of ops.

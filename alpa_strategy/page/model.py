@@ -11,6 +11,7 @@ from typing import Any
 from alpa_strategy.display.findings import findings
 from alpa_strategy.display.table import equal_stages, mesh_text, proof_of, recomputes, step_parts
 from alpa_strategy.display.timeline import device_range
+from alpa_strategy.ir.measured_steps import MeasuredSteps
 from alpa_strategy.ir.plan import Collective, Plan, StagePlan, modes_text, stage_ranks
 from alpa_strategy.ir.plan_details import (
     MessageDetails,
@@ -20,16 +21,23 @@ from alpa_strategy.ir.plan_details import (
     StageDetails,
     ValueDetails,
 )
+from alpa_strategy.page.measured import measured_model
 from alpa_strategy.page.schedule import drawn_schedule
 
 
-def page_model(plan: Plan, details: PlanDetails | None = None, name: str = "") -> dict[str, Any]:
+def page_model(
+    plan: Plan,
+    details: PlanDetails | None = None,
+    name: str = "",
+    measured: MeasuredSteps | None = None,
+) -> dict[str, Any]:
     """Return the data of a plan's page.
 
     Args:
         plan: to show.
         details: of its parameters and ops; None: the page has the plan alone.
         name: of the plan, such as its file's.
+        measured: by a run of the plan; None: nothing.
     """
     stages = []
     for index, stage in enumerate(plan.stages):
@@ -62,6 +70,7 @@ def page_model(plan: Plan, details: PlanDetails | None = None, name: str = "") -
         "stages": stages,
         "timeline": _timeline(plan),
         "explanations": _explanations(details),
+        "measured": measured_model(plan, measured),
     }
 
 

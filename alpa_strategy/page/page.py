@@ -11,6 +11,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from alpa_strategy.ir.measured_steps import MeasuredSteps
 from alpa_strategy.ir.plan import Plan
 from alpa_strategy.ir.plan_details import PlanDetails
 from alpa_strategy.page.model import page_model
@@ -22,6 +23,7 @@ _SCRIPTS = (
     "details.js",
     "mesh.js",
     "timeline.js",
+    "measured.js",
     "memory.js",
     "overview.js",
     "compare.js",
@@ -31,15 +33,21 @@ _DATA_START = '<script id="data" type="application/octet-stream">'
 _DATA_END = "</script>"
 
 
-def plan_page(plan: Plan, details: PlanDetails | None = None, name: str = "") -> str:
+def plan_page(
+    plan: Plan,
+    details: PlanDetails | None = None,
+    name: str = "",
+    measured: MeasuredSteps | None = None,
+) -> str:
     """Return the page of a plan.
 
     Args:
         plan: to show.
         details: of its parameters and ops; None: the page has the plan alone.
         name: of the plan, such as its file's.
+        measured: by a run of the plan; None: nothing.
     """
-    return page_of([page_model(plan, details, name)])
+    return page_of([page_model(plan, details, name, measured)])
 
 
 def page_of(models: Sequence[dict[str, Any]]) -> str:

@@ -2,10 +2,9 @@
 
 from pathlib import Path
 
-from alpa_strategy.files import replacing
 from alpa_strategy.ir.plan import Plan
 from alpa_strategy.ir.plan_details import Origin, details_path
-from alpa_strategy.page.page import page_path, plan_page
+from alpa_strategy.page.run_page import write_page
 from alpa_strategy.planner.details import details_of
 from alpa_strategy.planner.task import PlanTask
 
@@ -38,7 +37,4 @@ def store_page(
     details = details_of(task, plan, origin) if task is not None else None
     if details is not None:
         details.save(details_path(path))
-    with replacing(page_path(path), durable=False) as temporary:
-        page = plan_page(plan, details, Path(path).name)
-        temporary.write_text(page, encoding="utf-8")
-    return page_path(path)
+    return write_page(path, plan, details)

@@ -73,10 +73,11 @@ class ChannelEnd:
     ) -> None:
         self.values = channel.values
         self.differentiable = channel.differentiable
+        self.stage = channel.source if is_source else channel.target
         self.peer = channel.target if is_source else channel.source
         self._inbound = backward if is_source else forward
         self._outbound = forward if is_source else backward
-        self._is_source = is_source
+        self.is_source = is_source
         self._offset = offset
 
         # By micro-batch.
@@ -99,8 +100,8 @@ class ChannelEnd:
 
         # Of micro-batch m the values have tag + 2 m, the gradients tag + 2 m + 1.
         tag = first_tag + self._offset
-        self._tag_in = tag + 1 if self._is_source else tag
-        self._tag_out = tag if self._is_source else tag + 1
+        self._tag_in = tag + 1 if self.is_source else tag
+        self._tag_out = tag if self.is_source else tag + 1
         self._inbound.forget()
         self._outbound.forget()
 
@@ -150,7 +151,7 @@ class StageWorker:
     def start_step(
         self,
         batches: Sequence[Mapping[int, Tensor]],
-        given: Sequence[Values],
+        external_values: Sequence[Values],
         loss_scale: Tensor,
         outbox: Outbox,
         sends: Sends,
@@ -160,14 +161,14 @@ class StageWorker:
 
         Args:
             batches: by micro-batch the stage's tensors of the batch.
-            given: by micro-batch the received values that no stage makes.
+            external_values: by micro-batch the received values that no stage makes.
             loss_scale: gradients are those of the loss times this.
             outbox: of the messages that are sent.
             sends: the order in which the stages send.
             first_tag: of the step's messages.
         """
         self._batches = batches
-        self._given = given
+        self._given = external_values
         self._loss_scale = loss_scale
         self._outbox = outbox
         for end in self._incoming:

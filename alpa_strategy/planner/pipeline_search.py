@@ -232,11 +232,10 @@ class PipelineSearch:
 
     def _price_again(self, count: int) -> None:
         """Let `best` be the candidates of one number of micro-batches, on all submeshes."""
-        self.best = []
-        self._unlikely = frozenset()
-        self._bounds.pop(count, None)
-        self._price(count, None, math.inf)
+        self.best = self._priced_candidates(count, self.meshes, frozenset(), math.inf)
         self.best.sort(key=lambda candidate: candidate.seconds)
+        if not self.best:
+            self._report_no_stages(count, math.inf)
 
     def _no_pipeline_error(self) -> PlanError:
         """Return the error for the case that no candidate fits."""
@@ -336,9 +335,15 @@ class PipelineSearch:
             return SearchResult()
 
         ceiling = min([CEILING_FACTOR * known, *(candidate.seconds for candidate in self.best)])
-        candidates = self._priced_candidates(count, used, ceiling)
         if used is not None:
+            meshes = tuple(self.meshes[i] for i in sorted(used))
+            candidates = self._priced_candidates(count, meshes, self._unlikely, ceiling)
             return SearchResult(candidates[0].seconds, used) if candidates else SearchResult()
+
+        if self._is_small or self._unlikely:
+            candidates = self._priced_candidates(count, self.meshes, self._unlikely, ceiling)
+        else:
+            candidates = self._candidates_by_likely_sizes(count, ceiling)
         if not candidates:
             self._report_no_stages(count, ceiling)
             return SearchResult()
@@ -349,28 +354,51 @@ class PipelineSearch:
             self._unlikely = self._far_from_sizes_of(fastest)
         return SearchResult(fastest.seconds, frozenset(fastest.submesh_of))
 
+    def _candidates_by_likely_sizes(self, count: int, ceiling: float) -> list[Candidate]:
+        """Return candidates on a large cluster, of which pricing all submeshes takes minutes.
+
+        The fastest layouts alone, priced for all submeshes, show which sizes of stages are likely.
+        Submeshes of these sizes are priced exactly, until the best stages have sizes that are.
+        """
+        unlikely = frozenset(self.meshes)
+        while unlikely:
+            candidates = self._priced_candidates(count, self.meshes, unlikely, ceiling)
+            if not candidates:
+                # The fastest layouts need more memory than others.
+                break
+            still_unlikely = unlikely & self._far_from_sizes_of(candidates[0])
+            if still_unlikely == unlikely:
+                return candidates
+            unlikely = still_unlikely
+        return self._priced_candidates(count, self.meshes, frozenset(), ceiling)
+
     def _priced_candidates(
-        self, count: int, used: Submeshes | None, ceiling: float
+        self,
+        count: int,
+        meshes: tuple[tuple[int, int], ...],
+        unlikely: frozenset[tuple[int, int]],
+        ceiling: float,
     ) -> list[Candidate]:
         """Return candidates below `ceiling` seconds, the fastest first; store the bound of all
         plans if all submeshes are priced.
+
+        Args:
+            meshes: submeshes that are priced.
+            unlikely: of them, those for which a bound of the costs is enough.
         """
         job = self._job(count)
         assert job is not None
-        meshes = self.meshes
-        if used is not None:
-            meshes = tuple(self.meshes[i] for i in sorted(used))
         with self.task.progress(f"{count} micro-batches"):
             with timed(self.spent, "stage costs"):
-                runs = stage_costs(job, meshes, self._runs, unlikely=self._unlikely)
+                runs = stage_costs(job, meshes, self._runs, unlikely=unlikely)
 
             # [first layer, last layer + 1, submesh]
             allowed = np.ones((job.num_layers, job.num_layers + 1, len(meshes)), dtype=bool)
             allowed[0, job.num_layers] = not self.several
             space = StageSpace(job, meshes, runs, allowed)
-            if used is None:
+            if meshes == self.meshes:
                 self._spaces[count] = space
-                if not self._unlikely:
+                if not unlikely:
                     self._fully_priced.add(count)
                 # Layouts that are propagated are never called optimal.
                 is_propagated = job.options.solver == PROPAGATION

@@ -50,7 +50,7 @@ class GradientReducer:
         self._scale = 1.0
 
         # None until the devices have agreed on the gradients.
-        self._buckets: list[_Bucket] | None = None
+        self._buckets: list[Bucket] | None = None
 
         # Parameters with a gradient that is in no bucket, and parameters without a gradient so far.
         self._rest: list[ShardedParameter] = []
@@ -150,7 +150,7 @@ class GradientReducer:
         is_here = [int(sharded.has_gradient) for sharded in self._parameters]
         is_missing = [1 - here for here in is_here]
         table = torch.tensor([is_here, is_missing], device=self._parameters[0].device)
-        used, missing = self._mesh.whole.all_reduce(table, "max").tolist()
+        used, missing = self._mesh.all_devices.all_reduce(table, "max").tolist()
 
         used_names: set[str] = set()
         only_somewhere: set[str] = set()
@@ -178,7 +178,7 @@ class GradientReducer:
 
         # -1 of all other devices is smaller than the first device's.
         table = torch.tensor(positions, device=parameters[0].device)
-        positions = self._mesh.whole.all_reduce(table, "max").tolist()
+        positions = self._mesh.all_devices.all_reduce(table, "max").tolist()
         indices = sorted(range(len(positions)), key=positions.__getitem__)
         return [parameters[index] for index in indices]
 
@@ -193,13 +193,13 @@ class GradientReducer:
         # By kind: (position, parameter) of the bucket that is not full yet. Closed ones have the
         # position of their last gradient.
         open_buckets: dict[tuple, list[tuple[int, ShardedParameter]]] = {}
-        closed: list[tuple[int, _Bucket]] = []
+        closed: list[tuple[int, Bucket]] = []
 
         def close(key: tuple) -> None:
             members = open_buckets.pop(key)
             last_position, _ = members[-1]
             bucket_parameters = [sharded for _, sharded in members]
-            bucket = _Bucket(bucket_parameters, self._only_somewhere, self._scale)
+            bucket = Bucket(bucket_parameters, self._only_somewhere, self._scale)
             closed.append((last_position, bucket))
 
         for position, sharded in enumerate(parameters):
@@ -312,7 +312,7 @@ class ReplicaReducer(GradientReducer):
         for sharded, grad in zip(late, late_gradients, strict=True):
             sharded.add_gradient(grad)
         if late:
-            second = _Bucket(late, {sharded.name for sharded in late}, self._scale)
+            second = Bucket(late, {sharded.name for sharded in late}, self._scale)
             second.start()
             _run([second])
 
@@ -348,9 +348,9 @@ class ReplicaReducer(GradientReducer):
             # This rank has made no gradient.
             device = sharded.parameter.device
             rows = torch.zeros(sharded.shape[:1], dtype=torch.bool, device=device)
-        sharded.make_sparse(self._mesh.whole.all_reduce(rows.int(), "max").bool())
+        sharded.make_sparse(self._mesh.all_devices.all_reduce(rows.int(), "max").bool())
 
-    def _start(self, buckets: "Sequence[_Bucket]", required: Set[str]) -> "list[_Bucket]":
+    def _start(self, buckets: "Sequence[Bucket]", required: Set[str]) -> "list[Bucket]":
         """Start those of `buckets` that have a required gradient, and return these."""
         running = []
         for bucket in buckets:
@@ -425,7 +425,7 @@ def _buckets_to_average(
     return list(buckets.values())
 
 
-def _run(buckets: "list[_Bucket]", completed: Completed | None = None) -> None:
+def _run(buckets: "list[Bucket]", completed: Completed | None = None) -> None:
     """Wait for buckets that have started; all devices advance them in the same order."""
     while buckets:
         running = []
@@ -439,7 +439,7 @@ def _run(buckets: "list[_Bucket]", completed: Completed | None = None) -> None:
         buckets = running
 
 
-class _Bucket:
+class Bucket:
     """Gradients that go through the same collectives together.
 
     Args:

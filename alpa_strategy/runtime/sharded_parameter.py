@@ -73,8 +73,8 @@ class ShardedParameter:
     # Whether the step uses a gathered copy, `leaf`, which is made once per step.
     is_gathered_once: bool
 
-    # Index in `mesh.whole` of the device that steps it in full, and has all of its optimizer state.
-    # None: each device steps its shard.
+    # Index in `mesh.all_devices` of the device that steps it in full, and has all of its optimizer
+    # state. None: each device steps its shard.
     owner: int | None = None
 
     # To host memory, once the parameter is stored there.
@@ -140,15 +140,16 @@ class ShardedParameter:
 
         is_copied_from_host = plan.on_host and not plan.is_fetched
         is_copied_once = plan.is_gathered_once or is_copied_from_host
+        name = parameter_input.name
         return cls(
-            parameter_input.name,
+            name,
             plan,
             parameter,
             mesh,
             shape,
             module_shape,
-            to_use=Reshard(storage, used, shape, replicas or mesh),
-            to_full=Reshard(storage, (INVARIANT,) * len(mesh.shape), shape, mesh),
+            to_use=Reshard(storage, used, shape, replicas or mesh, subject=name),
+            to_full=Reshard(storage, (INVARIANT,) * len(mesh.shape), shape, mesh, subject=name),
             is_gathered_once=replicas is None and is_copied_once,
         )
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from page.test_details import PIPELINE, planned
+from page.test_measured import measured_twice_as_long
 
 from alpa_strategy.ir.plan import Plan
 from alpa_strategy.ir.plan_details import PlanDetails
@@ -91,6 +92,7 @@ def pages(tmp_path_factory) -> dict[str, Path]:
         "one": plan_page(one, one_details, "one.json"),
         "two": plan_page(two, two_details, "two.json"),
         "alone": plan_page(two, None, "alone.json"),
+        "measured": plan_page(two, two_details, "two.json", measured_twice_as_long(two)),
         "large": plan_page(large, large_details, "large.json"),
         "pair": page_of(
             [page_model(one, one_details, "one.json"), page_model(two, two_details, "two.json")]
@@ -295,3 +297,15 @@ _LEAST_CONTRAST = """() => {
 _SMALLEST_TEXT = """() => Math.min(...[...document.querySelectorAll("main *")]
   .filter((node) => [...node.childNodes].some((c) => c.nodeType === 3 && c.textContent.trim()))
   .map((node) => parseFloat(getComputedStyle(node).fontSize)))"""
+
+
+def test_a_measured_step_is_drawn_under_the_predicted_one(browser_page, pages) -> None:
+    tab = opened(browser_page, pages["measured"])
+    table = tab.get_by_role("region", name="measured", exact=True)
+    assert "2.00 \u00d7" in table.inner_text()
+    assert "steps 10 to 12" in table.inner_text()
+    lanes = tab.get_by_role("region", name="measured schedule")
+    assert "as measured" in lanes.inner_text()
+    lanes.locator("canvas").press("+")
+    assert float(lanes.locator("canvas").get_attribute("data-zoom") or 0) > 1
+    assert "\u00d7 the prediction" in tab.locator(".figures").inner_text()

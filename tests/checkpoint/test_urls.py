@@ -145,7 +145,7 @@ def test_other_readers_take_urls_and_copies(pool, tmp_path: Path) -> None:
     assert is_checkpoint(url)
     exported = export_checkpoint(url, tmp_path / "plain.ckpt")
     expected = torch.load(exported)["state_dict"]
-    stored = map_tensors(open_checkpoint(url)["state_dict"], StoredTensor, StoredTensor.whole)
+    stored = map_tensors(open_checkpoint(url)["state_dict"], StoredTensor, StoredTensor.full_tensor)
     assert_bitwise(dict(stored), dict(expected))
 
     # A bucket that is copied to a disk is read there, and a folder of shards by itself.
@@ -219,7 +219,7 @@ def test_after_kill_9_the_last_complete_checkpoint_is_read(
     complete = {}
     for path in sorted((tmp_path / "bucket").glob("*.ckpt")):
         checkpoint = open_checkpoint(f"store://{path}")
-        map_tensors(checkpoint, StoredTensor, StoredTensor.whole)
+        map_tensors(checkpoint, StoredTensor, StoredTensor.full_tensor)
         complete[path.name] = checkpoint["global_step"]
     assert complete.get("last.ckpt") == step
     state = pool.run(2, finish, root, timeout=200)[0]
@@ -270,7 +270,9 @@ def test_a_failed_upload_is_one_error_and_nothing_is_lost(
     assert "the bucket is read-only" in errors[0]
     assert sorted(name for name in files_in(root) if name.endswith(".ckpt")) == expected
     for name in expected:
-        map_tensors(open_checkpoint(f"{bucket(root)}/{name}"), StoredTensor, StoredTensor.whole)
+        map_tensors(
+            open_checkpoint(f"{bucket(root)}/{name}"), StoredTensor, StoredTensor.full_tensor
+        )
 
 
 class Timed(AlpaStrategy):

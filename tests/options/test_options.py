@@ -87,6 +87,11 @@ def test_wrong_options_are_named(wrong: dict, message: str) -> None:
         ),
         ({"capture": "never", "parallel": "tensor"}, "but parallel='tensor' is asked for"),
         ({"batch_scope": "replica", "offload": True}, "but offload=True is asked for"),
+        ({"profile_steps": 3}, "profile_steps=3 are no steps"),
+        ({"profile_steps": (3, 3)}, "the first step and the one after the last"),
+        ({"profile_steps": (-1, 3)}, "profile_steps=\\(-1, 3\\)"),
+        ({"profile_steps": (1, 2, 3)}, "profile_steps="),
+        ({"profile_steps": ("1", "2")}, "profile_steps="),
     ],
 )
 def test_what_a_strategy_cannot_mean_is_told_when_it_is_made(wrong: dict, message: str) -> None:

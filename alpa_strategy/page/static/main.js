@@ -36,7 +36,7 @@
     const o = alpa.overview;
     const missing = of.detailed || of.eager ? null : el("p", { class: "soft" },
       "This page has the plan file alone: seconds and bytes of single ops need the details that alpa plan -o stores beside it.");
-    const drawn = [o.figures(of), o.limits(of), explore, missing, alpa.timeline(of), alpa.memory(of), o.stages(of), o.instead(of), o.phases(of), o.notes(of)];
+    const drawn = [o.figures(of), o.limits(of), explore, missing, ...alpa.timelines(of), alpa.measured(of), alpa.memory(of), o.stages(of), o.instead(of), o.phases(of), o.notes(of)];
     alpa.select({ kind: "stage", stage: 0 });
     return drawn.filter(Boolean);
   }

@@ -17,6 +17,8 @@
     if (!plan.eager) {
       const rate = plan.batch && plan.step > 0 ? `${alpa.count(plan.batch / plan.step)} samples/s, ${plan.batch} samples` : "predicted";
       nodes.push(figure("Step", alpa.seconds(plan.step), note(rate)));
+      const measured = plan.measured && (plan.measured.step || plan.measured.profiled);
+      if (measured) nodes.push(figure("Measured", alpa.seconds(measured), note(`${alpa.ratio(measured, plan.step)} the prediction`)));
     }
     const memory = [];
     if (plan.limit) {

@@ -1,0 +1,150 @@
+"""Measured beside predicted: the parts of a step as a table for a terminal."""
+
+from collections.abc import Mapping
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from alpa_strategy.display.console import plain
+from alpa_strategy.display.table import step_parts
+from alpa_strategy.ir.measured_steps import MeasuredSteps, ProfiledSteps
+from alpa_strategy.ir.plan import Plan, StagePlan
+from alpa_strategy.units import format_seconds
+
+# Parts in the order of the table, and what they are. Other parts are kinds of collectives.
+_FIRST = ("forward", "backward")
+_LAST = ("boundaries", "optimizer", "waiting", "host")
+_MEANINGS = {
+    "forward": "ops of the forward",
+    "backward": "ops of the backward, recomputation included",
+    "boundaries": "messages between stages",
+    "optimizer": "the update",
+    "waiting": "for other devices",
+    "host": "Python, Trainer, loader",
+}
+# Parts below this share of the step are left out if they are not predicted.
+_LEAST_SHARE = 0.001
+
+
+def slowest_stage(plan: Plan) -> int:
+    """Return the index of the stage whose micro-batch takes longest by the plan."""
+
+    def seconds(index: int) -> float:
+        stage = plan.stages[index]
+        return stage.forward_seconds + stage.backward_seconds
+
+    return max(range(len(plan.stages)), key=seconds)
+
+
+def predicted_parts(plan: Plan) -> dict[str, float]:
+    """Return the predicted seconds of a step by part, on the devices of the slowest stage.
+
+    Forward and backward are without their collectives. Empty if the plan predicts no parts.
+    """
+    totals = step_parts(plan)
+    if not totals:
+        return {}
+    stage = plan.stages[slowest_stage(plan)]
+    of_stage = stage.predicted
+    parts = {}
+    both = stage.forward_seconds + stage.backward_seconds
+    # The forward's share of compute is that of all seconds.
+    share = stage.forward_seconds / both if both else 1 / 3
+    parts["forward"] = share * of_stage.compute_seconds
+    parts["backward"] = (1 - share) * of_stage.compute_seconds
+    parts |= _collective_seconds(stage)
+    if plan.is_pipelined:
+        parts["boundaries"] = stage.boundary_seconds * plan.num_microbatches
+    parts["optimizer"] = of_stage.optimizer_seconds
+    parts["host"] = totals.get("host", 0.0)
+    if plan.is_pipelined:
+        parts["waiting"] = max(0.0, plan.predicted.step_seconds - sum(parts.values()))
+    return parts
+
+
+def _collective_seconds(stage: StagePlan) -> dict[str, float]:
+    """Return the predicted seconds of a stage's collectives by kind, without what is hidden."""
+    by_kind: dict[str, float] = {}
+    for collective in stage.collectives:
+        kind = collective.kind
+        by_kind[kind] = by_kind.get(kind, 0.0) + collective.seconds
+    total = sum(by_kind.values())
+    exposed = stage.predicted.communication_seconds
+    if not total:
+        return {"communication": exposed} if exposed else {}
+    return {kind: seconds * exposed / total for kind, seconds in by_kind.items()}
+
+
+def measured_parts(profiled: ProfiledSteps, plan: Plan) -> dict[str, float]:
+    """Return the measured seconds of a step by part: means over the devices of the slowest stage.
+
+    Args:
+        profiled: of a run.
+        plan: of the run.
+    """
+    stage = 0 if plan.is_eager else slowest_stage(plan)
+    chosen = [rank for rank in profiled.ranks if stage in rank.stages]
+    if not chosen:
+        chosen = list(profiled.ranks)
+    parts: dict[str, float] = {}
+    for rank in chosen:
+        for part, seconds in rank.parts.items():
+            parts[part] = parts.get(part, 0.0) + seconds / len(chosen)
+    return parts
+
+
+def measured_table(measured: MeasuredSteps, plan: Plan) -> RenderableType:
+    """Return a table of the parts of a step, measured beside predicted.
+
+    Args:
+        measured: of a run of the plan.
+        plan: with the predictions.
+    """
+    profiled = measured.profiled
+    if profiled is None:
+        return _step_line(measured, plan)
+    of_plan = predicted_parts(plan)
+    of_run = measured_parts(profiled, plan)
+    table = Table(box=None, padding=(0, 2), pad_edge=False, header_style="bold")
+    table.add_column("part of the step")
+    for name in ("measured", "predicted"):
+        table.add_column(name, justify="right")
+    table.add_column("")
+    least = _LEAST_SHARE * profiled.step_seconds
+    for part in _order(of_plan, of_run):
+        seconds = of_run.get(part, 0.0)
+        expected = of_plan.get(part)
+        if seconds < least and not expected:
+            continue
+        meaning = Text(_MEANINGS.get(part, ""), "dim")
+        table.add_row(plain(part), format_seconds(seconds), _seconds(expected), meaning)
+    step = plan.predicted.step_seconds or None
+    table.add_row(Text("step", "bold"), format_seconds(profiled.step_seconds), _seconds(step), "")
+    where = ""
+    if len(plan.stages) > 1:
+        where = f" on the devices of stage {slowest_stage(plan)}, the slowest"
+    last = profiled.first + profiled.count - 1
+    title = f"alpa profiled steps {profiled.first} to {last}{where}"
+    notes = "Profiled steps are slower: recording takes time."
+    if measured.step_seconds is not None:
+        notes += f" Other steps take {format_seconds(measured.step_seconds)}."
+    return Group(plain(title, "bold"), table, plain(notes, "dim"))
+
+
+def _step_line(measured: MeasuredSteps, plan: Plan) -> Text:
+    seconds = measured.step_seconds
+    shown = "not known" if seconds is None else format_seconds(seconds)
+    predicted = format_seconds(plan.predicted.step_seconds)
+    return Text.assemble(("measured  ", "bold"), f"a step took {shown}, predicted {predicted}")
+
+
+def _order(of_plan: Mapping[str, float], of_run: Mapping[str, float]) -> list[str]:
+    """Return all parts in the order of the table."""
+    known = (*_FIRST, *_LAST)
+    collectives = sorted(part for part in {*of_plan, *of_run} if part not in known)
+    return [*_FIRST, *collectives, *_LAST]
+
+
+def _seconds(seconds: float | None) -> str:
+    return "" if seconds is None else format_seconds(seconds)

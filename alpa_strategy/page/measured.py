@@ -1,0 +1,64 @@
+"""What a run has measured as plain data for the page's script."""
+
+from typing import Any
+
+from alpa_strategy.display.measured import measured_parts, predicted_parts
+from alpa_strategy.ir.measured_steps import MeasuredSteps, ProfiledSteps
+from alpa_strategy.ir.plan import Plan
+
+
+def measured_model(plan: Plan, measured: MeasuredSteps | None) -> dict[str, Any] | None:
+    """Return what a run has measured; None if there is nothing.
+
+    `parts` are [part, measured seconds, predicted seconds or None]. The timeline has the form of
+    the predicted one (`page/model.py`).
+    """
+    if measured is None:
+        return None
+    profiled = measured.profiled
+    data: dict[str, Any] = {"step": measured.step_seconds}
+    if profiled is None:
+        return data
+    of_plan = predicted_parts(plan)
+    of_run = measured_parts(profiled, plan)
+    parts = [[part, of_run.get(part, 0.0), of_plan.get(part)] for part in {**of_run, **of_plan}]
+    data["profiled"] = profiled.step_seconds
+    data["steps"] = [profiled.first, profiled.first + profiled.count - 1]
+    data["trace"] = profiled.trace
+    data["parts"] = parts
+    data["timeline"] = _timeline(profiled, plan)
+    return data
+
+
+def _timeline(profiled: ProfiledSteps, plan: Plan) -> dict[str, Any]:
+    actions = []
+    ends = []
+    idle = []
+    for lane, of_rank in enumerate(profiled.lanes):
+        busy = 0.0
+        for action in of_rank.actions:
+            times = [_digits(action.start), _digits(action.seconds)]
+            actions.append([action.kind, action.stage, action.microbatch, lane, *times])
+            ends.append(action.start + action.seconds)
+            busy += action.seconds
+        idle.append(busy)
+    seconds = max(ends, default=0.0)
+    messages = []
+    for message in profiled.messages:
+        times = [_digits(message.start), _digits(message.seconds)]
+        messages.append([message.source, message.target, message.microbatch, *times])
+    stages = [list(lane.stages) for lane in profiled.lanes]
+    return {
+        "seconds": seconds,
+        "meshes": [str(lane.rank) for lane in profiled.lanes],
+        "stages": stages,
+        "drawn": plan.num_microbatches,
+        "idle": [round(max(0.0, 1 - busy / seconds), 4) if seconds else 0.0 for busy in idle],
+        "actions": actions,
+        "messages": messages,
+        "critical": [],
+    }
+
+
+def _digits(value: float) -> float:
+    return float(f"{value:.7g}")
