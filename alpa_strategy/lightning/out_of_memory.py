@@ -114,7 +114,7 @@ def _changes_of_run(planned_bytes: int, memory: DeviceMemory) -> list[str]:
     if memory.others > max(_NOTABLE * memory.total, memory.total - planned_bytes):
         changes.append(
             f"end the other processes on the device, or plan around them:"
-            f" memory_limit={memory.total - memory.others}"
+            f" memory_limit={_option_text(memory.total - memory.others)}"
         )
     if memory.unused > 5 * _NOTABLE * memory.total:
         changes.append(
@@ -126,30 +126,41 @@ def _changes_of_run(planned_bytes: int, memory: DeviceMemory) -> list[str]:
         changes.append(
             f"find what else the step allocates ({format_bytes(excess)} more than planned: tensors"
             " that your code keeps, outputs that it collects), or plan with less:"
-            f" memory_limit={limit}"
+            f" memory_limit={_option_text(limit)}"
         )
     return changes
 
 
+def _option_text(num_bytes: int) -> str:
+    """Return bytes as a value of `memory_limit`, rounded down."""
+    num_mib = num_bytes >> 20
+    return f'"{num_mib}MiB"' if num_mib else str(num_bytes)
+
+
 def _changes_of_plan(plan: Plan, parts: Counter[str]) -> list[str]:
-    """Return changes of the plan, those that save most first."""
+    """Return changes of the plan that save memory, those that cost the user least first."""
+    activations = parts["activations"]
     stored = parts["weights"] + parts["gradients"] + parts["state"]
     num_devices = max(len(stage_ranks(stage)) for stage in plan.stages)
-    savings: dict[str, float] = {}
-    if parts["activations"] and not all(stage.remat for stage in plan.stages):
-        text = "remat=True: activations are recomputed in the backward, steps take up to a third"
-        savings[f"{text} longer"] = parts["activations"]
-    if parts["activations"] and plan.num_microbatches == 1:
+    savings: list[tuple[str, float]] = []
+    if activations and plan.num_microbatches == 1:
         text = "num_microbatches=2, or half the batch: half the activations, less work per kernel"
-        savings[text] = parts["activations"] / 2
+        savings.append((text, activations / 2))
+    if activations and not all(stage.remat for stage in plan.stages):
+        text = "remat=True: activations are recomputed in the backward, a step takes up to a third"
+        savings.append((f"{text} longer", activations))
     if stored and num_devices > 1 and not _is_sharded(plan):
-        text = 'parallel="zero3": every device stores its share of weights, gradients and state;'
-        savings[f"{text} they are gathered for each use"] = stored * (1 - 1 / num_devices)
+        text = 'parallel="zero3": every device stores its share of weights, gradients and state,'
+        savings.append((f"{text} which are gathered for each use", stored * (1 - 1 / num_devices)))
     if stored and not any(_on_host(stage) for stage in plan.stages):
-        text = "offload=True: weights, gradients and state are in host memory, and fetched when"
-        savings[f"{text} they are used"] = stored - parts["gradients"]
-    in_order = sorted(savings, key=lambda text: -savings[text])
-    return [f"{text} (about {format_bytes(savings[text])} less)" for text in in_order]
+        text = "offload=True: weights, gradients and state are in host memory, and copied for each"
+        savings.append((f"{text} use", stored))
+    least_bytes = _NOTABLE * plan.predicted.peak_bytes
+    changes = []
+    for text, num_bytes in savings:
+        if num_bytes > least_bytes:
+            changes.append(f"{text} (at most {format_bytes(num_bytes)} less)")
+    return changes
 
 
 def _on_host(stage: StagePlan) -> bool:

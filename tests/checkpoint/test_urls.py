@@ -34,6 +34,7 @@ from worker_pool import WorkerError
 from alpa_strategy import AlpaStrategy, export_checkpoint, open_checkpoint
 from alpa_strategy.checkpoint.opening import is_checkpoint
 from alpa_strategy.checkpoint.tensors import StoredTensor, map_tensors
+from alpa_strategy.cli import main
 from alpa_strategy.errors import CheckpointError, SetupError
 from alpa_strategy.ir.plan import Plan
 
@@ -352,4 +353,7 @@ def test_plans_are_shared_at_a_url(pool, tmp_path: Path) -> None:
     assert again == digest
     # It was found: a new one would come with its page.
     assert [path.name for path in stored.iterdir()] == [f"{digest}.json"]
-    assert Plan.load(f"{plans}/{digest}.json").is_pipelined
+    plan = f"{plans}/{digest}.json"
+    assert Plan.load(plan).is_pipelined
+    assert main(["show", plan, "--html", f"{root}/page.html"]) == 0
+    assert (tmp_path / "page.html").stat().st_size > 0
