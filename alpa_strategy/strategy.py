@@ -105,8 +105,7 @@ class AlpaStrategy(SavesPretrained, ParallelJob):
         verbose: print phases, the plan, and predicted against measured step time (on rank 0).
         log_plan: give the Trainer's loggers the plan as hyperparameters, and step seconds, samples
             per second, MFU and memory as metrics, all named `alpa/...`.
-        profile_steps: (first, last + 1) training steps, counted from 0, whose trace on all ranks is
-            written to the Trainer's `log_dir`.
+        profile_steps: (first, last + 1) training steps whose trace is written to `log_dir`.
 
     Raises:
         OptionError: an option is unknown or has a value that it cannot have.

@@ -181,9 +181,11 @@ class ShardedRun(ABC):
 
     @property
     def plan_path(self) -> Path:
-        """Path of the plan's file, or where it would be stored."""
-        stored = PlanStore(self._job.plan_folder).path(self.plan.fingerprint)
-        return self._job.plan_file or stored
+        """Local path of the plan's file, or where it would be stored."""
+        plan_file = self._job.plan_file
+        if isinstance(plan_file, Path):
+            return plan_file
+        return PlanStore(self._job.plan_folder).path(self.plan.fingerprint)
 
     def changed_parameters(self) -> str | None:
         """Return the change of the module's parameters that requires another plan, None if none."""

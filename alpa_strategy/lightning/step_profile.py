@@ -17,7 +17,7 @@ from alpa_strategy.display.measured import measured_table
 from alpa_strategy.ir.measured_steps import MeasuredSteps, ProfiledSteps
 from alpa_strategy.ir.plan import stage_ranks
 from alpa_strategy.ir.plan_details import plan_digest
-from alpa_strategy.lightning.checkpoint_paths import is_remote, local_folder
+from alpa_strategy.lightning.checkpoint_paths import local_folder
 from alpa_strategy.lightning.rank_consistency import StepConsensus
 from alpa_strategy.page.run_page import store_measured
 from alpa_strategy.profiling.chrome import write_trace
@@ -36,6 +36,7 @@ from alpa_strategy.profiling.recorder import Recorder, clock_offset, gather_reco
 from alpa_strategy.profiling.summary import profiled_steps
 from alpa_strategy.profiling.waiting import RankRecord, mark_waiting
 from alpa_strategy.runtime.step_by_bucket import StepByBucket
+from alpa_strategy.urls import is_url, local_path
 
 if TYPE_CHECKING:
     from alpa_strategy.lightning.sharded_run import ShardedRun
@@ -235,9 +236,9 @@ class StepProfile:
         """Return the Trainer's `log_dir`, or its root folder. Collective."""
         trainer = self._strategy.lightning_module.trainer
         folder = trainer.log_dir
-        if folder is None or is_remote(folder):
+        if folder is None or is_url(folder):
             return local_folder(trainer)
-        return Path(folder)
+        return local_path(folder)
 
 
 def step_name(module: nn.Module) -> str:
