@@ -98,15 +98,18 @@ def _register() -> None:
     """Make `strategy="alpa"` known to Lightning, and checkpoint directories to its loading."""
     with without_collections():
         strategy = importlib.import_module("alpa_strategy.strategy")
-        checkpointing = importlib.import_module("alpa_strategy.lightning.checkpointing")
+        directory_loading = importlib.import_module("alpa_strategy.lightning.directory_loading")
         cli_checkpoints = importlib.import_module("alpa_strategy.lightning.cli_checkpoints")
         other_entries = importlib.import_module("alpa_strategy.lightning.other_entries")
-    checkpointing.register_directory_loading()
+    directory_loading.register_directory_loading()
     cli_checkpoints.let_cli_read_directories()
     other_entries.wrap_other_entries()
     if "alpa" not in StrategyRegistry:
         about = "Solved shardings: plans how the module is parallelised"
         StrategyRegistry.register("alpa", strategy.AlpaStrategy, description=about)
+        StrategyRegistry.register(
+            "alpa_notebook", strategy.AlpaStrategy, description=about, start_method="fork"
+        )
     if "alpa" not in FABRIC_REGISTRY:
         FABRIC_REGISTRY.register("alpa", NoFabric, description="Only for the Trainer")
 

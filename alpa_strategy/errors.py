@@ -71,9 +71,9 @@ class FailedCheckError(CaptureError, RuntimeMismatchError):
         own: the exception that the step would raise, with its text.
     """
 
-    def __init__(self, problem: str, fix: str = "", own: Exception | None = None) -> None:
+    def __init__(self, problem: str, fix: str = "", local_error: Exception | None = None) -> None:
         super().__init__(problem, fix)
-        self.own = own
+        self.local_error = local_error
 
 
 class ShardingError(AlpaError):

@@ -168,6 +168,7 @@ def _text(path: Path, max_bytes: int) -> str:
 
 
 def _decoded(content: bytes, max_bytes: int) -> str:
+    """Return content as text. Raises: BadFileError: it is too large, or not UTF-8."""
     if len(content) > max_bytes:
         raise BadFileError(f"is larger than {max_bytes >> 20} MiB")
     try:

@@ -173,25 +173,25 @@ def build_trainer(recipe: Recipe) -> lightning.Trainer:
     return _call(lightning.Trainer, arguments, f"{recipe.path}: trainer")
 
 
-def resolve_target(target: str, folder: Path, what: str = TARGET) -> Any:
+def resolve_target(target: str, folder: Path, label: str = TARGET) -> Any:
     """Return the class or function that `module.Name` means.
 
     Args:
         target: the name. Its module is a file in `folder`, else an importable module.
         folder: folder of the recipe.
-        what: the key or option that has this value, for messages.
+        label: the key or option that has this value, for messages.
 
     Raises:
         OptionError: there is no such module or name, or the module needs one that is missing.
     """
     if not _TARGET_NAME.fullmatch(str(target)):
         raise OptionError(
-            f"{what}: {target!r} is no name in Python", "write file.Class, for example gpt.GPT"
+            f"{label}: {target!r} is no name in Python", "write file.Class, for example gpt.GPT"
         )
     module_name, _, name = str(target).rpartition(".")
     if not module_name:
         raise OptionError(
-            f"{what}: {target!r} has no module",
+            f"{label}: {target!r} has no module",
             f"write file.Class, for example gpt.{target or 'GPT'}",
         )
 
@@ -205,17 +205,17 @@ def resolve_target(target: str, folder: Path, what: str = TARGET) -> Any:
     except ModuleNotFoundError as error:
         if error.name and not f"{module_name}.".startswith(f"{error.name}."):
             raise OptionError(
-                f"{what}: {target}: {module_name} needs {error.name!r}", "install it"
+                f"{label}: {target}: {module_name} needs {error.name!r}", "install it"
             ) from None
         near = did_you_mean(module_name, [p.stem for p in folder.glob("*.py")])
         fix = near or f"put {module_name}.py into {folder}, or install the module"
-        raise OptionError(f"{what}: {target}: no module {module_name!r}", fix) from None
+        raise OptionError(f"{label}: {target}: no module {module_name!r}", fix) from None
 
     if not hasattr(module, name):
         members = [n for n, value in vars(module).items() if callable(value)]
         path = getattr(module, "__file__", module_name)
         raise OptionError(
-            f"{what}: {target}: {path} has no {name!r}",
+            f"{label}: {target}: {path} has no {name!r}",
             did_you_mean(name, members) or "check the name",
         )
     return getattr(module, name)

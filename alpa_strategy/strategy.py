@@ -103,9 +103,10 @@ class AlpaStrategy(SavesPretrained, ParallelJob):
         plan_timeout_seconds: seconds that the other ranks wait for rank 0's plan.
         collective_timeout_seconds: timeout of the process group.
         verbose: print phases, the plan, and predicted against measured step time (on rank 0).
+        start_method: `popen` runs the script again per device, `fork` copies the process.
         log_plan: give the Trainer's loggers the plan as hyperparameters, and step seconds, samples
             per second, MFU and memory as metrics, all named `alpa/...`.
-        profile_steps: (first, last + 1) training steps whose trace is written to `log_dir`.
+        profile_steps: (first, last + 1) training steps to trace, into the Trainer's `log_dir`.
 
     Raises:
         OptionError: an option is unknown or has a value that it cannot have.
@@ -149,6 +150,7 @@ class AlpaStrategy(SavesPretrained, ParallelJob):
         verbose: bool = True,
         log_plan: bool = True,
         profile_steps: tuple[int, int] | None = None,
+        start_method: str = "popen",
         accelerator: pl.accelerators.Accelerator | None = None,
         parallel_devices: list[torch.device] | None = None,
         cluster_environment: Any = None,
@@ -162,6 +164,7 @@ class AlpaStrategy(SavesPretrained, ParallelJob):
         self._read_options(values)
         super().__init__(
             collective_timeout_seconds,
+            start_method,
             accelerator=accelerator,
             parallel_devices=parallel_devices,
             cluster_environment=cluster_environment,
@@ -169,7 +172,6 @@ class AlpaStrategy(SavesPretrained, ParallelJob):
             precision_plugin=precision_plugin,
         )
         self._checkpoints = Checkpoints(checkpoint, async_checkpoint)
-        self._loader_order = LoaderOrder()
         self._session = Session(self._job, self._checkpoints)
 
     def _read_options(self, values: Mapping[str, Any]) -> None:
@@ -188,6 +190,7 @@ class AlpaStrategy(SavesPretrained, ParallelJob):
         # Result of `submodule_options` for the job's devices, once these are known.
         self._submodules: tuple[int, PlanOptions] | None = None
         self._reports = StepReports(self)
+        self._loader_order = LoaderOrder()
         # Dynamo's context, if the Trainer is given a module that `torch.compile` made.
         self._compiled_in: Any = None
 
@@ -209,8 +212,7 @@ class AlpaStrategy(SavesPretrained, ParallelJob):
 
     @property
     def process_bytes(self) -> int:
-        """Bytes of host memory that this process uses in addition to `plan.predicted.peak_bytes`;
-        0 on GPUs."""
+        """Host bytes that this process uses besides `plan.predicted.peak_bytes`; 0 on GPUs."""
         return self._session.process_bytes
 
     @property
@@ -262,7 +264,6 @@ class AlpaStrategy(SavesPretrained, ParallelJob):
         replicas = self.limits.replicas
         if replicas is None or module is None or not module.trainer.training:
             return None
-
         return divide(replicas)
 
     @property
@@ -507,12 +508,12 @@ class AlpaStrategy(SavesPretrained, ParallelJob):
     def whole_parameters(self) -> AbstractContextManager[None]:
         """Context in which the module's parameters are full, for user code; changes persist.
         Collective on entry."""
-        return nullcontext() if self.run is None else self.run.whole.entered()
+        return nullcontext() if self.run is None else self.run.full_parameters.entered()
 
     @property
     def is_whole(self) -> bool:
         """Whether the module has its full parameters now."""
-        return self.run is None or self.run.whole.is_active
+        return self.run is None or self.run.full_parameters.is_active
 
     @property
     @override

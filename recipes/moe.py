@@ -22,6 +22,30 @@ from torch.nn import functional as F
 NUM_CHOICES = 2
 
 
+def combine_weights(
+    weights_GSK: Tensor, mask_GSKE: Tensor, capacity_factor: float, normalizes: bool = True
+) -> Tensor:
+    """The weight [G, S, E, C] of each token in each place of an expert; 0 where it has no place.
+
+    Args:
+        weights_GSK: of the K experts that each token chose.
+        mask_GSKE: which experts these are, one-hot.
+        capacity_factor: an expert has places for this many times its even share of a group, K S / E
+            tokens. First choices come before second ones; who finds no place is left out.
+        normalizes: whether the weights of a token's experts that have a place for it add up to 1.
+    """
+    G, S, K, E = mask_GSKE.shape
+    capacity = math.ceil(capacity_factor * K * S / E)
+    mask_GKSE = mask_GSKE.transpose(1, 2)
+    before_GKSE = mask_GKSE.reshape(G, K * S, E).cumsum(1).view(G, K, S, E) - 1
+    place_GKS = (before_GKSE * mask_GKSE).sum(-1)
+    weights_GKS = weights_GSK.transpose(1, 2) * (place_GKS < capacity)
+    if normalizes:
+        weights_GKS = weights_GKS / weights_GKS.sum(1, keepdim=True).clamp(min=1e-9)
+    place_GKSC = F.one_hot(place_GKS.clamp(max=capacity - 1), capacity).to(weights_GSK.dtype)
+    return torch.einsum("gkse,gksc->gsec", mask_GKSE * weights_GKS.unsqueeze(-1), place_GKSC)
+
+
 class Experts(nn.Module):
     """E expert MLPs, of which every token takes two. Returns the result and the load-balancing
     loss.
@@ -63,20 +87,8 @@ class Experts(nn.Module):
         return y_GSD.reshape(x_BTD.shape), balance
 
     def _with_capacity(self, x_GSD: Tensor, weights_GSK: Tensor, mask_GSKE: Tensor) -> Tensor:
-        """Experts take `capacity_factor` x 2 S / E tokens of a group, first choices first; the
-        others are left out.
-        """
-        G, S, K, E = mask_GSKE.shape
-        capacity = math.ceil(self.capacity_factor * K * S / E)
-        mask_GKSE = mask_GSKE.transpose(1, 2)
-        before_GKSE = mask_GKSE.reshape(G, K * S, E).cumsum(1).view(G, K, S, E) - 1
-        place_GKS = (before_GKSE * mask_GKSE).sum(-1)
-        weights_GKS = weights_GSK.transpose(1, 2) * (place_GKS < capacity)
-        weights_GKS = weights_GKS / weights_GKS.sum(1, keepdim=True).clamp(min=1e-9)
-        place_GKSC = F.one_hot(place_GKS.clamp(max=capacity - 1), capacity).to(x_GSD.dtype)
-        combine_GSEC = torch.einsum(
-            "gkse,gksc->gsec", mask_GKSE * weights_GKS.unsqueeze(-1), place_GKSC
-        )
+        """Experts take the tokens that `combine_weights` has room for; the others are left out."""
+        combine_GSEC = combine_weights(weights_GSK, mask_GSKE, self.capacity_factor)
         dispatch_GSEC = (combine_GSEC > 0).to(x_GSD.dtype)
         inputs_EGCD = torch.einsum("gsec,gsd->egcd", dispatch_GSEC, x_GSD)
         hidden_EGCF = F.gelu(

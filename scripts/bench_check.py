@@ -86,12 +86,12 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         seconds(arguments.recipe, folder, options)  # makes the plan
         results = [seconds(arguments.recipe, folder, options) for _ in range(arguments.rounds)]
-    check, whole = (statistics.median(values) for values in zip(*results, strict=True))
+    check, step = (statistics.median(values) for values in zip(*results, strict=True))
     print(
-        f"{arguments.recipe} {options}: check {check * 1e3:.1f} ms of {whole:.2f} s:"
-        f" {check / whole:.2%}"
+        f"{arguments.recipe} {options}: check {check * 1e3:.1f} ms of {step:.2f} s:"
+        f" {check / step:.2%}"
     )
-    return 1 if check > 0.01 * whole else 0
+    return 1 if check > 0.01 * step else 0
 
 
 if __name__ == "__main__":

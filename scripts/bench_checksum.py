@@ -72,15 +72,15 @@ def main() -> None:
             opening.checksum = read_sums(checksum)  # type: ignore[assignment]
             reading(
                 lambda: map_tensors(
-                    open_checkpoint(path), StoredTensor, lambda stored: stored.whole()
+                    open_checkpoint(path), StoredTensor, lambda stored: stored.full_tensor()
                 )
             )()
             rows.append([writing, write_sums, reading, read_sums])
             opening.checksum = checksum
-    for name, whole, sums in (("writing", 0, 1), ("reading", 2, 3)):
+    for name, total, sums in (("writing", 0, 1), ("reading", 2, 3)):
         for clock in ("wall", "processor"):
             seconds, of_sums = (
-                statistics.median(getattr(row[i], clock) for row in rows) for i in (whole, sums)
+                statistics.median(getattr(row[i], clock) for row in rows) for i in (total, sums)
             )
             share = f"{of_sums / seconds:.0%}"
             print(

@@ -221,15 +221,23 @@ def run_job(
     args: argparse.Namespace, model: str, strategy: str, folder: Path
 ) -> tuple[float, float]:
     """(seconds of the quickest step, seconds to the end of the first one) of one job."""
-    own = folder / model / strategy
-    own.mkdir(parents=True, exist_ok=True)
-    out = own / "times.json"
+    job_folder = folder / model / strategy
+    job_folder.mkdir(parents=True, exist_ok=True)
+    out = job_folder / "times.json"
     command = torchrun(__file__, 2)
-    command += ["--worker", model, strategy, "--steps", str(args.steps), "--folder", str(own)]
+    command += [
+        "--worker",
+        model,
+        strategy,
+        "--steps",
+        str(args.steps),
+        "--folder",
+        str(job_folder),
+    ]
     command += ["--out", str(out)]
-    variables = {**user_threads(), "TORCHINDUCTOR_CACHE_DIR": str(own / "inductor")}
+    variables = {**user_threads(), "TORCHINDUCTOR_CACHE_DIR": str(job_folder / "inductor")}
     started = time.time()
-    run_process(command, f"{model}, {strategy}", own, variables)
+    run_process(command, f"{model}, {strategy}", job_folder, variables)
     times = json.loads(out.read_text(encoding="utf-8"))
     step_seconds = [b - a for a, b in pairwise(times)]
     return min(step_seconds[args.warmup :]), times[0] - started

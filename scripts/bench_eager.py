@@ -246,7 +246,7 @@ def main() -> int:
                 row += [
                     f"{ratio:.3f} x {other}",
                     f"{limit}",
-                    " ".join(f"{each:.3f}" for each in ratios),
+                    " ".join(f"{ratio:.3f}" for ratio in ratios),
                 ]
             table.add_row(*row)
     Console(width=110).print(table)

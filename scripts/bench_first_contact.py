@@ -178,23 +178,23 @@ def misprediction(measured: float, predicted: float) -> float:
 
 def faults(program: str, figures: dict[str, dict[str, float]], hugging_face: bool) -> list[str]:
     """The limits that a program's figures pass, in words."""
-    ddp, found = figures["ddp"], []
+    ddp, problems = figures["ddp"], []
     step_ratio = figures["alpa stored"]["step"] / ddp["step"]
     if step_ratio > MOST_STEP_RATIO:
-        found.append(f"step {step_ratio:.2f} x ddp")
+        problems.append(f"step {step_ratio:.2f} x ddp")
     for strategy, limits in MOST_START_RATIOS.items():
         most = limits[1] if hugging_face else limits[0]
         start_ratio = figures[strategy]["start"] / ddp["start"]
         if start_ratio > most:
-            found.append(f"start {start_ratio:.2f} x ddp ({strategy.split()[1]})")
+            problems.append(f"start {start_ratio:.2f} x ddp ({strategy.split()[1]})")
         if "predicted" in figures[strategy]:
             measured = figures[strategy]["step"]
             is_long = measured >= LONG_STEP_SECONDS
             allowed = MOST_MISPREDICTED_LONG if is_long else MOST_MISPREDICTED
             ratio = misprediction(measured, figures[strategy]["predicted"])
             if ratio > allowed:
-                found.append(f"predicted {ratio:.2f} x off ({strategy.split()[1]})")
-    return found
+                problems.append(f"predicted {ratio:.2f} x off ({strategy.split()[1]})")
+    return problems
 
 
 def report(rows: list[dict[str, Any]]) -> int:
@@ -215,8 +215,8 @@ def report(rows: list[dict[str, Any]]) -> int:
         if set(figures) != set(STRATEGIES):
             continue
         ddp, first, stored = (figures[strategy] for strategy in STRATEGIES)
-        found = faults(program, figures, program in HUGGING_FACE)
-        num_faults += len(found)
+        problems = faults(program, figures, program in HUGGING_FACE)
+        num_faults += len(problems)
         predicted, ratios = "eager steps", ""
         if "predicted" in first and "predicted" in stored:
             predicted = f"{1e3 * first['predicted']:.2f}"
@@ -236,7 +236,7 @@ def report(rows: list[dict[str, Any]]) -> int:
             f"{first['start'] / ddp['start']:.2f}",
             f"{stored['start']:.1f}",
             f"{stored['start'] / ddp['start']:.2f}",
-            "; ".join(found),
+            "; ".join(problems),
         )
     Console(width=190).print(table)
     return num_faults

@@ -182,8 +182,8 @@ def table(args: argparse.Namespace) -> None:
         )
         share = max(cpu) / statistics.mean(cpu)
         print(
-            f"  cpu {[round(each, 2) for each in cpu]} s a step, the largest {share:.3f} of the"
-            " mean"
+            f"  cpu {[round(seconds, 2) for seconds in cpu]} s a step, the largest {share:.3f}"
+            " of the mean"
         )
 
 

@@ -151,8 +151,8 @@ class Watch(threading.Thread):
 
     def run(self) -> None:
         while True:
-            own, files = resident_bytes()
-            self.peak, self.files = max(self.peak, own), max(self.files, files)
+            resident, files = resident_bytes()
+            self.peak, self.files = max(self.peak, resident), max(self.files, files)
             time.sleep(SAMPLE_SECONDS)
 
 

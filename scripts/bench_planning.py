@@ -91,15 +91,17 @@ def main() -> int:
         for case in args.cases:
             recipe, nodes, most = (case + "::").split(":")[:3]
             seconds, gib, file = plan(recipe, int(nodes or 1), folder)
-            made = Plan.load(file)
-            step = made.predicted.step_seconds
+            stored_plan = Plan.load(file)
+            step = stored_plan.predicted.step_seconds
             ratios = []
-            for name, s in made.baselines.items():
+            for name, s in stored_plan.baselines.items():
                 if s:
                     ratios.append(f"{name} {s / step:.2f}x")
                 else:
                     ratios.append(f"{name} does not fit")
-            mesh = " + ".join("x".join(map(str, stage.logical_mesh)) for stage in made.stages)
+            mesh = " + ".join(
+                "x".join(map(str, stage.logical_mesh)) for stage in stored_plan.stages
+            )
             row = (
                 recipe,
                 str(8 * int(nodes or 1)),
@@ -108,7 +110,7 @@ def main() -> int:
                 mesh,
                 format_seconds(step),
             )
-            spent = sorted(made.solver_seconds.items(), key=lambda item: -item[1])
+            spent = sorted(stored_plan.solver_seconds.items(), key=lambda item: -item[1])
             table.add_row(
                 *row,
                 ", ".join(ratios),
@@ -116,7 +118,7 @@ def main() -> int:
             )
             if seconds > float(most or args.max_seconds) or gib > args.max_gib:
                 failed.append(f"{recipe}: {seconds:.1f} s, {gib:.2f} GiB")
-            if any(s is not None and s < step * (1 - 1e-9) for s in made.baselines.values()):
+            if any(s is not None and s < step * (1 - 1e-9) for s in stored_plan.baselines.values()):
                 failed.append(f"{recipe}: a baseline is faster")
     Console(width=140).print(table)
     for line in failed:

@@ -41,20 +41,20 @@ def plan(recipe: str, nodes: int, cluster: str, pins: tuple[str, ...] = ()) -> d
     """The plan file of one planning, with `cpu` seconds and `gib` at the peak; None if nothing
     fits.
     """
-    made = run_plan(ROOT, recipe, cluster, f"cluster.num_nodes={nodes}", *pins)
-    if made.plan is None:
+    planned = run_plan(ROOT, recipe, cluster, f"cluster.num_nodes={nodes}", *pins)
+    if planned.plan is None:
         print(
             f"    {recipe} on {nodes} nodes {' '.join(pins)}:"
-            f" {made.output.strip().splitlines()[-1][:150]}"
+            f" {planned.output.strip().splitlines()[-1][:150]}"
         )
         return None
-    return made.plan | {"cpu": made.cpu_seconds, "gib": made.peak_gib}
+    return planned.plan | {"cpu": planned.cpu_seconds, "gib": planned.peak_gib}
 
 
-def stages_of(made: dict) -> str:
+def stages_of(figures: dict) -> str:
     """`4x(8x8) + 2x(4x8)`, as runs of equal meshes."""
     runs: list[list] = []
-    for mesh in ("x".join(map(str, stage["logical_mesh"])) for stage in made["stages"]):
+    for mesh in ("x".join(map(str, stage["logical_mesh"])) for stage in figures["stages"]):
         if runs and runs[-1][1] == mesh:
             runs[-1][0] += 1
         else:
@@ -63,7 +63,7 @@ def stages_of(made: dict) -> str:
 
 
 def worse_than_regular(
-    recipe: str, nodes: int, cluster: str, made: dict, per_node: int = 8
+    recipe: str, nodes: int, cluster: str, figures: dict, per_node: int = 8
 ) -> list[str]:
     """Regular plans with the chosen number of micro-batches that are better; prints all of them."""
     better, devices = [], nodes * per_node
@@ -71,11 +71,11 @@ def worse_than_regular(
         size = devices // stages
         for shape in [(size,), *((d, size // d) for d in range(2, size) if size % d == 0)]:
             pins = (f"plan.num_stages={stages}", f"plan.logical_mesh={list(shape)}")
-            pins += (f"plan.num_microbatches={made['num_microbatches']}",)
+            pins += (f"plan.num_microbatches={figures['num_microbatches']}",)
             other = plan(recipe, nodes, cluster, pins)
             if other is None:
                 continue
-            seconds, best = other["predicted"]["step_seconds"], made["predicted"]["step_seconds"]
+            seconds, best = other["predicted"]["step_seconds"], figures["predicted"]["step_seconds"]
             print(
                 f"    {stages} stages of {shape}: {seconds:.4g} s, {seconds / best:.3f}x",
                 flush=True,
@@ -146,25 +146,25 @@ def main() -> int:
     for cell in args.cells or (*GROWTH, *CELLS):
         recipe, nodes, seconds, gib = (cell + ":::").split(":")[:4]
         cluster = "p3_16xlarge_x8" if recipe == "gpt_39b" else args.cluster
-        made = plan(recipe, int(nodes), cluster)
-        if made is None:
+        figures = plan(recipe, int(nodes), cluster)
+        if figures is None:
             failed.append(f"{cell}: no plan")
             continue
         print(
-            f"{recipe} on {8 * int(nodes)}: {made['predicted']['step_seconds']:.4g} s a step, "
-            f"within {made['gap']:.2%} of the bound | {made['cpu']:.1f} CPU-s, {made['gib']:.2f}"
-            " GiB | "
-            f"{stages_of(made)}, {made['num_microbatches']} micro-batches, {made['schedule']}",
+            f"{recipe} on {8 * int(nodes)}: {figures['predicted']['step_seconds']:.4g} s a step, "
+            f"within {figures['gap']:.2%} of the bound | {figures['cpu']:.1f} CPU-s,"
+            f" {figures['gib']:.2f} GiB | {stages_of(figures)},"
+            f" {figures['num_microbatches']} micro-batches, {figures['schedule']}",
             flush=True,
         )
-        if made["cpu"] > float(seconds or math.inf) or made["gib"] > float(gib or math.inf):
-            failed.append(f"{cell}: {made['cpu']:.1f} CPU-s, {made['gib']:.2f} GiB")
-        if made["gap"] > BOUND:
-            failed.append(f"{cell}: {made['gap']:.2%} from the bound")
+        if figures["cpu"] > float(seconds or math.inf) or figures["gib"] > float(gib or math.inf):
+            failed.append(f"{cell}: {figures['cpu']:.1f} CPU-s, {figures['gib']:.2f} GiB")
+        if figures["gap"] > BOUND:
+            failed.append(f"{cell}: {figures['gap']:.2%} from the bound")
         if args.regular:
-            failed += worse_than_regular(recipe, int(nodes), cluster, made)
+            failed += worse_than_regular(recipe, int(nodes), cluster, figures)
         if not args.cells and cell in GROWTH:
-            growth.append((8 * int(nodes), made["cpu"], made["gib"]))
+            growth.append((8 * int(nodes), figures["cpu"], figures["gib"]))
     if len(growth) > 1:
         (ROOT / "docs" / "pictures" / "scale.svg").write_text(picture(growth), encoding="utf-8")
     for line in failed:

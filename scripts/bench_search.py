@@ -92,15 +92,15 @@ def space_of(cell: str) -> Space:
     return Space(job, meshes, stage_costs(job, meshes))
 
 
-def picture(found: dict[str, dict[str, float]]) -> str:
+def picture(ratios_of_cell: dict[str, dict[str, float]]) -> str:
     """Return an SVG with a dot per cell and search: its step as a multiple of the solved one.
 
     A search without a plan has its dot at the right edge.
 
     Args:
-        found: cell -> search -> ratio.
+        ratios_of_cell: cell -> search -> ratio.
     """
-    height = 24 * len(found) + 50
+    height = 24 * len(ratios_of_cell) + 50
     left = 240
     width = 700
     parts = [
@@ -112,7 +112,7 @@ def picture(found: dict[str, dict[str, float]]) -> str:
         parts.append(
             f'<text x="{left + 100 * i}" y="16" font-size="12" fill="{colour}">{name}</text>'
         )
-    for row, (cell, ratios) in enumerate(found.items()):
+    for row, (cell, ratios) in enumerate(ratios_of_cell.items()):
         y = 40 + 24 * row
         parts.append(f'<text x="4" y="{y + 4}" font-size="11">{cell}</text>')
         parts.append(f'<line x1="{left}" y1="{y}" x2="{width - 20}" y2="{y}" stroke="#e5e7eb"/>')

@@ -206,10 +206,10 @@ def time_all(name: str, folder: Path, out: Path) -> None:
 
 def timed(instance: Instance, side: Side) -> list[Timing]:
     """The instance solved once, or for about `LEAST_SECONDS` where that takes several times."""
-    found = [solve_instance(instance, side)]
-    while len(found) < MOST_TIMES and sum(x.seconds for x in found) < LEAST_SECONDS:
-        found.append(solve_instance(instance, side))
-    return found
+    timings = [solve_instance(instance, side)]
+    while len(timings) < MOST_TIMES and sum(x.seconds for x in timings) < LEAST_SECONDS:
+        timings.append(solve_instance(instance, side))
+    return timings
 
 
 def solve_instance(instance: Instance, side: Side) -> Timing:
@@ -260,11 +260,11 @@ def medians_of(rounds: list[dict]) -> dict[str, Timing]:
     for result in rounds:
         for name, timings in result["timings"].items():
             every.setdefault(name, []).extend(Timing(**values) for values in timings)
-    found = {}
+    medians = {}
     for name, timings in every.items():
         timings.sort(key=lambda timing: timing.seconds)
-        found[name] = timings[len(timings) // 2]
-    return found
+        medians[name] = timings[len(timings) // 2]
+    return medians
 
 
 def compare(sides: dict[str, list[dict]], folder: Path) -> int:

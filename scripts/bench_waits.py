@@ -57,20 +57,24 @@ def rank_main(rank: int, ranks: int, file: str, args: argparse.Namespace) -> Non
     """One rank of a job; the first prints the table."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=ranks)
-    axis = build_mesh((ranks,)).whole
-    found: dict[str, list[tuple[float, list[float]]]] = {way: [] for way in WAYS}
+    axis = build_mesh((ranks,)).all_devices
+    rounds_of_way: dict[str, list[tuple[float, list[float]]]] = {way: [] for way in WAYS}
     for _ in range(args.rounds):
         for name, way in WAYS.items():
-            found[name].append(seconds(way, axis, args.milliseconds / 1e3))
+            rounds_of_way[name].append(seconds(way, axis, args.milliseconds / 1e3))
     if rank == 0:
         table = Table(
             "way", "ms in all", "mean wait", "median", "90th percentile", title=f"{ranks} ranks"
         )
-        for way, rounds in found.items():
-            waits = sorted(1e3 * each for _, of_round in rounds for each in of_round)
-            total = statistics.median(1e3 * each for each, _ in rounds)
+        for way, rounds in rounds_of_way.items():
+            waits = sorted(
+                1e3 * wait_seconds for _, of_round in rounds for wait_seconds in of_round
+            )
+            total = statistics.median(1e3 * wait_seconds for wait_seconds, _ in rounds)
             shown = statistics.mean(waits), statistics.median(waits), waits[int(0.9 * len(waits))]
-            table.add_row(way, f"{total:.0f}", *(f"{each:.2f} ms" for each in shown))
+            table.add_row(
+                way, f"{total:.0f}", *(f"{wait_seconds:.2f} ms" for wait_seconds in shown)
+            )
         Console().print(table)
     dist.destroy_process_group()
 

@@ -44,6 +44,8 @@ BUDGETS: dict[str, int] = {
     "phrase": 0,
     "ternary-in-comprehension": 5,
     "tuple-assignment": 1,
+    "vague-name": 0,
+    "vague-name-outside": 507,
 }
 
 # Imports inside functions, and why: packages that are slow to import or may be missing, and the
@@ -100,6 +102,9 @@ PHRASES = {
     r"so many": "`n`",
     r"nobody|somebody": "users, no consumer",
 }
+
+# Names of variables, arguments, attributes and functions that say nothing: name what was found.
+VAGUE_NAMES = {"each", "found", "given", "kept", "made", "own", "said", "what", "whole"}
 
 # Files that have the phrases to look for them.
 QUOTE_PHRASES = {"scripts/check_structure.py", "tests/structure/test_structure.py"}
@@ -240,6 +245,30 @@ def _assigns_unrelated_values(statement: ast.stmt) -> bool:
         return False
     targets = statement.targets[0]
     return isinstance(targets, ast.Tuple) and len(targets.elts) >= 3
+
+
+def vague_name_violations(file: SourceFile) -> Iterator[Violation]:
+    """Definitions with a name of `VAGUE_NAMES`; outside the package they are another rule."""
+    is_in_package = file.path.startswith(f"{PACKAGE.name}/")
+    rule = "vague-name" if is_in_package else "vague-name-outside"
+    for node in ast.walk(file.tree):
+        name = defined_name(node)
+        if name in VAGUE_NAMES:
+            message = f"{name!r} says nothing: name what it is"
+            yield Violation(rule, file.path, getattr(node, "lineno", 1), message)
+
+
+def defined_name(node: ast.AST) -> str | None:
+    """Name that a node gives to a variable, argument, attribute, function or class; else None."""
+    if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+        return node.id
+    if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+        return node.attr
+    if isinstance(node, ast.arg):
+        return node.arg
+    if isinstance(node, (*FUNCTIONS, ast.ClassDef)):
+        return node.name
+    return None
 
 
 def phrase_violations(path: str, number: int, text: str) -> Iterator[Violation]:
@@ -391,6 +420,7 @@ def all_violations(root: Path = ROOT) -> list[Violation]:
         for file in read_folder(root / name):
             in_root = SourceFile(f"{name}/{file.path}", file.text)
             violations += layout_violations(in_root)
+            violations += vague_name_violations(in_root)
             if in_root.path not in QUOTE_PHRASES:
                 for number, text in prose_of(file):
                     if (in_root.path, text) not in FILE_VALUES:

@@ -83,12 +83,12 @@ def plan(checkout: Path, pair: str, clusters: Path) -> Made:
     recipe, cluster, nodes = (pair + "::").split(":")[:3]
     path = str(checkout / "recipes" / f"{recipe}.yaml")
     rates = str(clusters / f"{cluster or 'p3_16xlarge_x8'}.yaml")
-    made = run_plan(checkout, path, rates, f"cluster.num_nodes={nodes or 1}")
-    data = made.plan
-    cpu = made.cpu_seconds
-    rss = made.peak_gib
+    planned = run_plan(checkout, path, rates, f"cluster.num_nodes={nodes or 1}")
+    data = planned.plan
+    cpu = planned.cpu_seconds
+    rss = planned.peak_gib
     if data is None:
-        return Made(float("inf"), 0.0, cpu, rss, error=made.output[-2000:])
+        return Made(float("inf"), 0.0, cpu, rss, error=planned.output[-2000:])
     stages = " + ".join("x".join(map(str, stage["logical_mesh"])) for stage in data["stages"])
     chosen = f"{stages}, {data['num_microbatches']} micro-batches, {data['schedule']}"
     return Made(
@@ -127,14 +127,14 @@ class LargePlan:
 def large_plan(pair: str) -> LargePlan:
     """Plan one pair with this checkout. RuntimeError with the output where there is no plan."""
     recipe, cluster, nodes = pair.split(":")
-    made = run_plan(ROOT, recipe, cluster, f"cluster.num_nodes={nodes}")
-    if made.plan is None:
-        raise RuntimeError(f"{pair}: no plan\n{made.output[-2000:]}")
+    planned = run_plan(ROOT, recipe, cluster, f"cluster.num_nodes={nodes}")
+    if planned.plan is None:
+        raise RuntimeError(f"{pair}: no plan\n{planned.output[-2000:]}")
     return LargePlan(
-        made.plan["predicted"]["step_seconds"],
-        made.plan["gap"],
-        made.cpu_seconds / made.calibration_seconds,
-        made.cpu_seconds,
+        planned.plan["predicted"]["step_seconds"],
+        planned.plan["gap"],
+        planned.cpu_seconds / planned.calibration_seconds,
+        planned.cpu_seconds,
     )
 
 
@@ -161,9 +161,9 @@ def worse_than(reference: LargePlan, now: LargePlan) -> list[str]:
 def page_figures(reference: dict[str, LargePlan]) -> str:
     """The page's table of how long planning takes, with its marks."""
     lines = [PAGE_MARKS[0], "", "| recipe | cluster | nodes | CPU seconds |", "|---|---|---|---|"]
-    for pair, made in reference.items():
+    for pair, figures in reference.items():
         recipe, cluster, nodes = pair.split(":")
-        lines.append(f"| `{recipe}` | `{cluster}` | {nodes} | {made.cpu_seconds:.0f} |")
+        lines.append(f"| `{recipe}` | `{cluster}` | {nodes} | {figures.cpu_seconds:.0f} |")
     return "\n".join([*lines, "", PAGE_MARKS[1]])
 
 
@@ -215,28 +215,28 @@ def main() -> int:
         return compare_with_reference([*named, *args.pairs] or LARGE_PAIRS, args.write)
     if args.before is None or args.after is None:
         parser.error("name two checkouts, or use --reference")
-    kept: dict[str, dict] = (
+    stored_results: dict[str, dict] = (
         json.loads(args.kept.read_text()) if args.kept and args.kept.exists() else {}
     )
     commits = {checkout: commit_of(checkout) for checkout in (args.before, args.after)}
     clusters = (args.before / "configs" / "clusters").resolve()
     slower, total = [], [0.0, 0.0]
     for pair in args.pairs or PAIRS:
-        made: list[Made] = []
+        results: list[Made] = []
         for checkout in (args.before, args.after):
             key = f"{commits[checkout]} {pair} {commits[args.before]}"
             is_kept = args.kept and None not in (
                 commits[checkout],
                 commits[args.before],
             )  # whose files are the rates
-            if not is_kept or key not in kept:
-                made.append(plan(checkout.resolve(), pair, clusters))
+            if not is_kept or key not in stored_results:
+                results.append(plan(checkout.resolve(), pair, clusters))
                 if is_kept:
-                    kept[key] = asdict(made[-1])
-                    args.kept.write_text(json.dumps(kept, indent=1))
+                    stored_results[key] = asdict(results[-1])
+                    args.kept.write_text(json.dumps(stored_results, indent=1))
             else:
-                made.append(Made(**kept[key]))
-        before, after = made
+                results.append(Made(**stored_results[key]))
+        before, after = results
         total = [total[0] + before.cpu_seconds, total[1] + after.cpu_seconds]
         print(
             f"{pair}: {after.step_seconds / before.step_seconds:.4f}x"

@@ -203,12 +203,14 @@ def devices(plan: dict[str, Any], rng: random.Random) -> None:
         case 3:
             stage["devices"] = rng.choice([[1, 0], [0, 1], [1], [0], [0, 0], [2, 1]])
         case 4:
-            for each in plan["stages"]:  # ranks the other way round, as where links differ
-                size = math.prod(each["logical_mesh"])
-                each["devices"] = [1, 0][:size] if size > 1 else [1 - min(1, each["first_device"])]
+            for stage in plan["stages"]:  # ranks the other way round, as where links differ
+                size = math.prod(stage["logical_mesh"])
+                stage["devices"] = (
+                    [1, 0][:size] if size > 1 else [1 - min(1, stage["first_device"])]
+                )
         case 1:
-            for each in plan["stages"]:  # all stages the other way round
-                each["first_device"] = 1 - min(1, each["first_device"])
+            for stage in plan["stages"]:  # all stages the other way round
+                stage["first_device"] = 1 - min(1, stage["first_device"])
         case 2:
             a, b = a_stage(plan, rng), a_stage(plan, rng)
             a["first_device"], b["first_device"] = b["first_device"], a["first_device"]

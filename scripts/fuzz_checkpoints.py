@@ -112,20 +112,20 @@ def good_checkpoints(folder: Path) -> dict[str, Path]:
     """Kind -> a checkpoint that the strategy has written so."""
     from worker_pool import WorkerPool
 
-    pool, found = WorkerPool(), {}
+    pool, folders = WorkerPool(), {}
     for kind, (devices, options) in KINDS.items():
         name = kind.replace(" ", "_") + ".ckpt"
         pool.run(devices, write, str(folder), devices, options, name, init_group=False)
-        found[kind] = folder / name
+        folders[kind] = folder / name
     pool.close()
-    return found
+    return folders
 
 
 # Loaders: everything of ours that opens a checkpoint, under its defaults
 
 
 def load_open(path: Path) -> Any:
-    return map_tensors(open_checkpoint(path), StoredTensor, lambda stored: stored.whole())[
+    return map_tensors(open_checkpoint(path), StoredTensor, lambda stored: stored.full_tensor())[
         "state_dict"
     ]
 
@@ -377,7 +377,7 @@ class Checkpoints:
 
     def read(self, path: Path) -> None:
         try:
-            found = LOADERS[self._loader](path)
+            entries = LOADERS[self._loader](path)
         except AlpaError:
             raise
         except Exception as error:
@@ -391,6 +391,6 @@ class Checkpoints:
             wrong = [
                 name
                 for name, value in self._expected.items()
-                if not torch.equal(value, found[name])
+                if not torch.equal(value, entries[name])
             ]
             assert not wrong, f"{self._loader} read other values of {wrong[:3]} without a word"

@@ -217,13 +217,13 @@ def fit(
 ) -> pl.Trainer:
     """Train on `rows`, in their order."""
     loader = DataLoader(TensorDataset(*rows), batch_size, pin_memory=exam.on_gpu)
-    given: dict[str, Any] = {
+    trainer_options: dict[str, Any] = {
         "devices": 1,
         "enable_checkpointing": False,
         "default_root_dir": os.getcwd(),
         **trainer,
     }
-    made = pl.Trainer(
+    lightning_trainer = pl.Trainer(
         accelerator="gpu" if exam.on_gpu else "cpu",
         strategy=strategy,
         precision=precision,
@@ -233,10 +233,10 @@ def fit(
         enable_progress_bar=False,
         enable_model_summary=False,
         use_distributed_sampler=False,  # Lightning's would shuffle
-        **given,
+        **trainer_options,
     )
-    made.fit(model, loader, ckpt_path=ckpt_path)
-    return made
+    lightning_trainer.fit(model, loader, ckpt_path=ckpt_path)
+    return lightning_trainer
 
 
 def alpa(**options: Any) -> alpa_strategy.AlpaStrategy:
@@ -275,13 +275,23 @@ def trained(
     precision: str = "32-true",
     steps: int = 8,
     callbacks: Sequence[pl.Callback] = (),
-    **given: Any,
+    **trainer_options: Any,
 ) -> Trained:
     """What comes of a model and rows that `make` makes of the same random numbers every time."""
     pl.seed_everything(0, verbose=False)
     model, rows, batch = make(exam)
     losses = Losses()
-    fit(exam, model, rows, batch, strategy, precision, steps, [losses, *callbacks], **given)
+    fit(
+        exam,
+        model,
+        rows,
+        batch,
+        strategy,
+        precision,
+        steps,
+        [losses, *callbacks],
+        **trainer_options,
+    )
     return losses.values(), {
         name: value.detach().cpu().double() for name, value in model.state_dict().items()
     }

@@ -76,8 +76,8 @@ def two_ranks(
                 failure = str(error)
             for number, job in enumerate(left):
                 out = Path(folder) / f"{number}.pt"
-                said = out.with_suffix(".error")
-                why = said.read_text() if said.exists() else failure
+                error_file = out.with_suffix(".error")
+                why = error_file.read_text() if error_file.exists() else failure
                 yield job, torch.load(out, weights_only=True) if out.exists() else why
                 if not out.exists():
                     break

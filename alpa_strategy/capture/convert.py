@@ -511,7 +511,10 @@ class _Converter:
                 updates[entry.value] = self._detached(reassigned[entry.name]).index
 
         storages: list[set[Any]] = []
-        for tensor in (*self.trace.own, *(constant.tensor for constant in self.constants)):
+        for tensor in (
+            *self.trace.module_tensors,
+            *(constant.tensor for constant in self.constants),
+        ):
             is_strided = tensor.layout is torch.strided
             storages.append(graph_builder.storages_of(tensor) if is_strided else set())
         num_tensors = Counter(storage for of_tensor in storages for storage in of_tensor)

@@ -286,12 +286,13 @@ class Memory:
         emit, meta = self.builder.emit, self.builder.meta(before)
         if not meta.dtype.is_complex:
             return emit(scatter, before, changed, dim, *where)
-        whole, part = (
+        base_parts, changed_parts = (
             emit(aten.view_as_real.default, emit(aten.resolve_conj.default, x))
             for x in (before, changed)
         )
         return emit(
-            aten.view_as_complex.default, emit(scatter, whole, part, dim % len(meta.shape), *where)
+            aten.view_as_complex.default,
+            emit(scatter, base_parts, changed_parts, dim % len(meta.shape), *where),
         )
 
     def _unsupported(self, target: Any) -> CaptureError:
@@ -318,10 +319,12 @@ def sharing_node(result: Any, node: fx.Node) -> fx.Node | None:
     is_view = schema is not None and any(
         returned.alias_info is not None for returned in schema.returns
     )
-    for given in node.all_input_nodes:
+    for input_node in node.all_input_nodes:
         # Of a tensor that lies outside of the graph only the schema knows.
-        if storages & storages_of(given.meta.get("val")) or (given.op == "get_attr" and is_view):
-            return given
+        if storages & storages_of(input_node.meta.get("val")) or (
+            input_node.op == "get_attr" and is_view
+        ):
+            return input_node
     return None
 
 
@@ -445,9 +448,9 @@ def new_value(
     elif name in ("fill_", "zero_"):
         return emit(aten.full_like.default, args[0], args[1] if name == "fill_" else 0)
     elif name in _RANDOM_FILLS:  # the old content does not matter, so no gradient goes to it
-        given = bound_arguments(target, args, kwargs)
-        given.pop("generator", None)
-        _, *numbers = given.values()
+        arguments = bound_arguments(target, args, kwargs)
+        arguments.pop("generator", None)
+        _, *numbers = arguments.values()
         functional = _without_writing(
             aten.normal_functional if name == "normal_" else getattr(aten, name[:-1]), target
         )

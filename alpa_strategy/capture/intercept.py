@@ -323,9 +323,9 @@ def _recording_log(record: Recording, names: Mapping[int, str]) -> dict[str, Cal
 
     def log(self: LightningModule, *args: Any, **kwargs: Any) -> None:
         bound = inspect.signature(LightningModule.log).bind(self, *args, **kwargs).arguments
-        given = {k: made_of(v) for k, v in bound.items() if k != "self"}
-        name, value = given.pop("name"), given.pop("value")
-        record.logs.append((name, value_of(name, value), given))
+        arguments = {k: made_of(v) for k, v in bound.items() if k != "self"}
+        name, value = arguments.pop("name"), arguments.pop("value")
+        record.logs.append((name, value_of(name, value), arguments))
 
     def log_dict(self: LightningModule, dictionary: Any, *args: Any, **kwargs: Any) -> None:
         values = dictionary
@@ -395,7 +395,7 @@ def _recording_class(
         "__qualname__": original.__qualname__,
     }
     kind = type(original.__name__, (original,), members)
-    own = set(vars(kind))
+    class_names = set(vars(kind))
     # nn.Module's own __setattr__ would look at the value first.
     object.__setattr__(module, "__class__", kind)
     try:
@@ -404,7 +404,7 @@ def _recording_class(
             (vars(module), name, MISSING) for name in ("log", "log_dict") if name in vars(module)
         ):
             yield
-        if stored := vars(kind).keys() - own:  # `type(self).calls += 1`
+        if stored := vars(kind).keys() - class_names:  # `type(self).calls += 1`
             raise changed_attributes(f"{original.__name__}.{name}" for name in stored)
     finally:
         object.__setattr__(module, "__class__", original)
@@ -432,7 +432,9 @@ def _shadowed_metric(
         if not isinstance(metric, MetricCollection):
             return MetricValue(name)
         if wrapped := [
-            key for key, each in metric.items(keep_base=False) if isinstance(each, WrapperMetric)
+            key
+            for key, member in metric.items(keep_base=False)
+            if isinstance(member, WrapperMetric)
         ]:
             raise CaptureError(
                 f"metric {name!r} is asked for its values ({user_frame()}): those of"
@@ -494,12 +496,12 @@ def _forbidden_calls(record: Recording, held: Container[int]) -> AbstractContext
 _BACKWARD_HOOKS = ("_get_backward_hooks", "_get_backward_pre_hooks")
 
 
-def _refusal(what: str, fix: str) -> Callable[..., NoReturn]:
+def _refusal(name: str, fix: str) -> Callable[..., NoReturn]:
     """Return a function that raises CaptureError with the user's line."""
 
     def refuse(*_: Any, **__: Any) -> NoReturn:
         raise CaptureError(
-            f"{what} is used in the step ({user_frame()}): a captured step cannot keep it", fix
+            f"{name} is used in the step ({user_frame()}): a captured step cannot keep it", fix
         )
 
     return refuse
@@ -523,10 +525,10 @@ def _hooks_note(record: Recording) -> Callable[[Any], None]:
 
     def enter(hooks: Any) -> None:
         name = type(hooks).__name__
-        what = f"torch.autograd.graph.{name}"
+        feature = f"torch.autograd.graph.{name}"
         if "checkpoint" in name:
-            what = "activation checkpointing"
-        record.note(f"{what} in the module is ignored: the plan decides what is recomputed")
+            feature = "activation checkpointing"
+        record.note(f"{feature} in the module is ignored: the plan decides what is recomputed")
 
     return enter
 
@@ -554,16 +556,16 @@ _NAMESPACES = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "c10d_fu
 _KINDS = ("all_to_all", "barrier", "broadcast", "gather", "recv", "reduce", "scatter", "send")
 
 
-def refuse(what: str, where: str | None = None) -> NoReturn:
+def refuse(collective: str, where: str | None = None) -> NoReturn:
     """Raise CaptureError about a collective.
 
     Args:
-        what: its name.
+        collective: its name.
         where: the user's line, if it is not in the running stack.
     """
     raise CaptureError(
-        f"{what} is called in the step ({where or user_frame()}): the captured step computes on the"
-        " rows of all ranks together, as one device would",
+        f"{collective} is called in the step ({where or user_frame()}): the captured step computes"
+        " on the rows of all ranks together, as one device would",
         "leave the call out: tensors have all rows, and means and sums are over all of them (in a"
         " contrastive loss `z @ z.T` has every negative, and the labels are `arange(len(z))`); what"
         " is for your own eyes can be communicated in a hook such as on_train_batch_end",
@@ -582,8 +584,8 @@ def collectives_refused() -> AbstractContextManager[None]:
     return patched(patches)
 
 
-def _refuse_collective(what: str, *_: Any, **__: Any) -> NoReturn:
-    refuse(what)
+def _refuse_collective(collective: str, *_: Any, **__: Any) -> NoReturn:
+    refuse(collective)
 
 
 def check_no_collectives(graph: fx.Graph, origins: Mapping[fx.Node, tuple[str, str]]) -> None:

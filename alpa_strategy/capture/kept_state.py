@@ -144,7 +144,7 @@ class NamesSnapshot(Snapshot):
     skipped: frozenset[str] = frozenset()
 
     # Names whose changes are undone, but not reported.
-    own: frozenset[str] = frozenset()
+    unreported: frozenset[str] = frozenset()
 
     # The only names that are not ignored; None: all.
     counted: frozenset[str] | None = None
@@ -174,7 +174,7 @@ class NamesSnapshot(Snapshot):
             if name not in self.before and isinstance(of_class, cached_property):
                 continue
             is_counter = self.owner is None and type(self.before.get(name)) in (int, float)
-            if name not in self.own and (self.is_noticed or is_counter):
+            if name not in self.unreported and (self.is_noticed or is_counter):
                 label = f"{self.place}.{name}".lstrip(".")
                 changes[label] = self.items.get(name, MISSING)
         return changes
@@ -267,7 +267,7 @@ def state_of(value: Any) -> Any:
 
 @contextmanager
 def restored(
-    kept: Iterable[Snapshot], of_data: OfData = lambda _: False
+    snapshots: Iterable[Snapshot], of_data: OfData = lambda _: False
 ) -> Iterator[dict[str, Any]]:
     """Undo all changes of the block. At its end, the yielded dict gets them.
 
@@ -278,7 +278,7 @@ def restored(
     try:
         yield changed
     finally:
-        for snapshot in kept:
+        for snapshot in snapshots:
             changed |= snapshot.changes(of_data)
             snapshot.restore()
 

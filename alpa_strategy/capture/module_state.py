@@ -107,8 +107,10 @@ def _snapshots_of(
     # Attributes of torch.nn's modules are not reported, unless they are new: RNNs cache their
     # weights in a list.
     is_torch = type(module).__module__.startswith("torch.nn.")
-    own = frozenset(before if is_torch else ()) - {"training"}
-    yield NamesSnapshot(path, attributes, before, owner=module, skipped=framework, own=own)
+    unreported = frozenset(before if is_torch else ()) - {"training"}
+    yield NamesSnapshot(
+        path, attributes, before, owner=module, skipped=framework, unreported=unreported
+    )
 
     dicts = {name: value for name, value in attributes.items() if isinstance(value, dict)}
     # A first call may install layers and buffers. Its flag is undone as well.

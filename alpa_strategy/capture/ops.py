@@ -93,10 +93,10 @@ def target_weight_sum(
     """What a mean cross entropy divides by: the count (or summed class weight) of targets that are
     not ignored.
     """
-    kept = target != ignore_index  # [N, *d]
+    is_counted = target != ignore_index  # [N, *d]
     if weight is None:
-        return kept.sum().to(dtype)
-    return torch.where(kept, weight[torch.where(kept, target, 0)], 0.0).sum().to(dtype)
+        return is_counted.sum().to(dtype)
+    return torch.where(is_counted, weight[torch.where(is_counted, target, 0)], 0.0).sum().to(dtype)
 
 
 def bag_lookup(
@@ -184,9 +184,9 @@ def ctc_replacement(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     """
     if function is not F.ctc_loss:
         return None
-    given = _SIGNATURE.bind(*args, **kwargs)
-    given.apply_defaults()
-    a = given.arguments
+    bound = _SIGNATURE.bind(*args, **kwargs)
+    bound.apply_defaults()
+    a = bound.arguments
     lengths = a["input_lengths"], a["target_lengths"]
     if not all(isinstance(length, Tensor) for length in lengths) or a["log_probs"].dim() != 3:
         return None

@@ -110,12 +110,9 @@ def snapshot(value: Any, depth: int = 0) -> Any:
     if depth < MAX_DEPTH:
         if isinstance(value, dict):
             return {k: snapshot(v, depth + 1) for k, v in value.items()}
-        if (
-            sequence := next(
-                (each for each in (list, tuple, deque) if isinstance(value, each)), None
-            )
-        ) is not None:
-            return sequence(snapshot(v, depth + 1) for v in value)
+        for sequence in (list, tuple, deque):
+            if isinstance(value, sequence):
+                return sequence(snapshot(v, depth + 1) for v in value)
         if kind in (set, frozenset):
             return kind(value)
         if is_configuration(value):
@@ -312,6 +309,10 @@ def requiring_grad(parameters: Iterable[nn.Parameter], flag: bool) -> Iterator[N
 
 def standing_in(module: nn.Module, others: Mapping[Any, Tensor]) -> AbstractContextManager[None]:
     """Context in which the module has other tensors in the place of parameters and buffers."""
-    held = [own for child in module.modules() for own in (child._parameters, child._buffers)]
-    places = [(own, name, tensor) for own in held for name, tensor in own.items()]
-    return patched((own, name, others[tensor]) for own, name, tensor in places if tensor in others)
+    patches = []
+    for child in module.modules():
+        for tensors in (child._parameters, child._buffers):
+            for name, tensor in tensors.items():
+                if tensor in others:
+                    patches.append((tensors, name, others[tensor]))
+    return patched(patches)

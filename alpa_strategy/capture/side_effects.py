@@ -164,16 +164,23 @@ def _streams(record: Refusing, namespaces: Iterable[dict[str, Any]]) -> Iterator
     def check_file(*_: Any) -> None:
         refuse_write("writes into an open file")
 
-    def refuse_write(what: str) -> NoReturn:
+    def refuse_write(effect: str) -> NoReturn:
         record.refuse(
             CaptureError(
-                f"the step {what} ({own_line()}): captured, it would do so once and never again",
+                f"the step {effect} ({own_line()}): captured, it would do so once and never again",
                 _IN_HOOKS,
             )
         )
 
-    terminal = {id(each): each for each in (sys.stdout, sys.stderr) if hasattr(each, "__dict__")}
-    held = {id(v): v for each in namespaces for v in each.values() if isinstance(v, io.IOBase)}
+    terminal = {}
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "__dict__"):
+            terminal[id(stream)] = stream
+    held: dict[int, io.IOBase] = {}
+    for namespace in namespaces:
+        for value in namespace.values():
+            if isinstance(value, io.IOBase):
+                held[id(value)] = value
     for stream in terminal.values():
         yield stream, "write", checked(stream.write, check_terminal)
     for identity, stream in held.items():
@@ -203,10 +210,10 @@ def _messages(record: Refusing, namespaces: Iterable[dict[str, Any]]) -> Iterato
     warn = warnings.warn
     thread = get_ident()
 
-    def refuse_message(what: str) -> NoReturn:
+    def refuse_message(effect: str) -> NoReturn:
         record.refuse(
             CaptureError(
-                f"the step {what} ({own_line()}): captured, it would do so once and never again",
+                f"the step {effect} ({own_line()}): captured, it would do so once and never again",
                 _IN_HOOKS,
             )
         )
@@ -375,7 +382,7 @@ def _calls(record: Refusing, namespaces: Iterable[dict[str, Any]]) -> Iterator[P
         for name in _SEEDS
         if hasattr(owner, name)
     ]
-    functions = {id(each): refusing(each) for each in outside}
+    functions = {id(function): refusing(function) for function in outside}
     libraries = (time, timeit, os, random, torch, torch.random, torch.serialization)
     for values in (*map(vars, libraries), *namespaces):
         yield from (

@@ -33,7 +33,7 @@ class Call:
     path: str
 
     # (args, kwargs), with tensors on the meta device; None if it cannot be planned.
-    given: Any
+    inputs: Any
 
     # Index of the recorded call that makes it; None if the step makes it.
     caller: int | None = None
@@ -67,7 +67,7 @@ def capture_calls(
         loss = sum(tensor.sum() for tensor in tensors if tensor.requires_grad)
         return {"loss": loss, "outputs": outputs}
 
-    trace = trace_step(StepCall(module, [call.given for call in calls], 0, context, step=step))
+    trace = trace_step(StepCall(module, [call.inputs for call in calls], 0, context, step=step))
     graph = replace(segment_fused_linears(convert(trace)), batch_scope="global")
     submodules = [module.get_submodule(call.path) for call in calls]
     graph = replace(graph, attributes=_guards_around_programs(graph, submodules))
@@ -109,7 +109,7 @@ def _parts(graph: StepGraph, calls: Sequence[Call], outputs: Sequence[Any]) -> l
     parts = []
     first = 0
     for call, output in zip(calls, outputs, strict=True):
-        end = first + len(pytree.tree_leaves(call.given))
+        end = first + len(pytree.tree_leaves(call.inputs))
         part = graph.part_for(values_of(output))
         leaves = tuple(leaf for leaf in part.leaves if first <= leaf[0] < end)
         part = replace(part, leaves=leaves)
@@ -164,7 +164,7 @@ def plannable(
     for index, call in enumerate(calls):
         if call.caller not in covered:
             try:
-                if call.given is None:
+                if call.inputs is None:
                     raise CaptureError(
                         "it is called under an autocast of its own, or with what no other rank can"
                         " have"

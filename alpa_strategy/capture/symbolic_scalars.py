@@ -37,11 +37,13 @@ class StepCounter:
         record: called with a guard for every comparison.
     """
 
-    __slots__ = ("made", "record", "value")
+    __slots__ = ("expression", "record", "value")
 
-    def __init__(self, value: float, made: CounterRef, record: Callable[[Guard], None]) -> None:
+    def __init__(
+        self, value: float, expression: CounterRef, record: Callable[[Guard], None]
+    ) -> None:
         self.value = value
-        self.made = made
+        self.expression = expression
         self.record = record
 
     @property  # type: ignore[misc]  # for isinstance(batch_idx, int)
@@ -54,7 +56,7 @@ class StepCounter:
         Raises:
             CaptureError: it is another number at every step.
         """
-        if self.made.counters & {"batch_idx", "global_step"}:
+        if self.expression.counters & {"batch_idx", "global_step"}:
             self.refuse()
         number_of(operator.eq, self, self.value)
         return self.value
@@ -62,8 +64,8 @@ class StepCounter:
     def refuse(self) -> NoReturn:
         """Raise CaptureError: the number would become a constant of the graph."""
         raise CaptureError(
-            f"{' and '.join(sorted(self.made.counters))}: a number made of it stands where the"
-            f" captured graph would keep the value of the first step forever ({user_frame()})",
+            f"{' and '.join(sorted(self.expression.counters))}: a number made of it stands where"
+            f" the captured graph would keep the value of the first step forever ({user_frame()})",
             "compute it with Python's operators and functions of `math` (no shapes, items of lists,"
             " sets or `range`) and use it element by element (`beta * x`, `x > limit`), compare it"
             " (`if self.global_step % 100 == 0`), or keep the number in a registered buffer that"
@@ -157,15 +159,15 @@ def number_of(function: Callable[..., Any], *args: Any) -> Any:
             return NotImplemented
         is_counter = type(arg) is StepCounter
         values.append(arg.value if is_counter else arg)
-        expressions.append(arg.made if is_counter else arg)
+        expressions.append(arg.expression if is_counter else arg)
 
     result = calculate(function, *values)
-    made = CounterRef.of(function, tuple(expressions))
+    expression = CounterRef.of(function, tuple(expressions))
     if isinstance(result, bool):
-        counters[0].record(Guard(made, result))
+        counters[0].record(Guard(expression, result))
         return result
     if isinstance(result, int | float):
-        return StepCounter(result, made, counters[0].record)
+        return StepCounter(result, expression, counters[0].record)
     return NotImplemented
 
 
@@ -251,7 +253,7 @@ def _request_functions(frame: FrameType) -> None:
 
 def made_of(value: Any) -> Any:
     """Return the expression of a StepCounter; any other value unchanged."""
-    return value.made if type(value) is StepCounter else value
+    return value.expression if type(value) is StepCounter else value
 
 
 def as_tensor(value: Any, beside: Sequence[Tensor]) -> Any:
@@ -402,7 +404,7 @@ class TraceNumbers:
 
     def _example(self, counter: StepCounter) -> float:
         """Return the example of a number, the same for equal expressions."""
-        symbol = symbolic(counter.made, counter.value)
+        symbol = symbolic(counter.expression, counter.value)
         if symbol not in self._examples:
             number = len(self._examples)
             if isinstance(counter.value, int):
@@ -423,7 +425,9 @@ class TraceNumbers:
             nodes: of the call.
             leaves: of its arguments, with StepCounters.
         """
-        symbols = {symbolic(leaf.made, leaf.value) for leaf in leaves if type(leaf) is StepCounter}
+        symbols = {
+            symbolic(leaf.expression, leaf.value) for leaf in leaves if type(leaf) is StepCounter
+        }
         kinds = {type(symbol.example) for symbol in symbols}
         uses: list[_Use] = []
         for node in nodes:

@@ -81,7 +81,7 @@ class Trace:
     read_leaves: tuple[tuple[int, str], ...] = ()
 
     # The module's parameters and buffers, in the order of the first inputs.
-    own: tuple[Tensor, ...] = ()
+    module_tensors: tuple[Tensor, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -386,7 +386,7 @@ def _placeholder(outputs: list[Tensor], leaf: Any) -> Any:
     if index is not None:
         return LeafRef(index)
     if type(leaf) is StepCounter:
-        return leaf.made
+        return leaf.expression
     if not isinstance(leaf, Tensor):
         return leaf
     outputs.append(leaf)

@@ -227,11 +227,11 @@ class TracerMode(TorchFunctionMode):
         """Fake tensors of a device that this build does not have would end the process when
         autograd sees them.
         """
-        given = (
+        candidates = (
             kwargs.get("device"),
             *(a for a in args if func is Tensor.to or isinstance(a, torch.device)),
         )
-        devices = [torch.device(d) for d in given if isinstance(d, str | torch.device)]
+        devices = [torch.device(d) for d in candidates if isinstance(d, str | torch.device)]
         if func is Tensor.cuda:
             devices.append(torch.device("cuda"))
         for device in devices:
@@ -250,12 +250,12 @@ def _forget_constants(result: Any) -> None:
     proxy_mode = get_proxy_mode()
     if proxy_mode is None:
         return
-    for made in pytree.tree_leaves(result):
-        if not isinstance(made, FakeTensor):
+    for tensor in pytree.tree_leaves(result):
+        if not isinstance(tensor, FakeTensor):
             continue
-        slot = get_proxy_slot(made, proxy_mode.tracer, None)
+        slot = get_proxy_slot(tensor, proxy_mode.tracer, None)
         if slot is not None:
-            made.constant = slot.constant = None
+            tensor.constant = slot.constant = None
 
 
 def _set_flag(tensor: Tensor, value: bool) -> None:
@@ -278,9 +278,9 @@ def _refuse_functions_of_functions(
     """torch.cond, scan, while_loop and their like: what they do inside is a graph of its own, where
     no layout goes.
     """
-    given = (*args, *kwargs.values())
+    arguments = (*args, *kwargs.values())
     if isinstance(func, torch._ops.HigherOrderOperator) and any(
-        callable(a) and not isinstance(a, type) for a in given
+        callable(a) and not isinstance(a, type) for a in arguments
     ):
         raise CaptureError(
             f"{func.name()} ({user_frame()}) runs functions as graphs of their own, which cannot be"

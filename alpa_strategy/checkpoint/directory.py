@@ -82,6 +82,16 @@ def _save(
     group: dist.ProcessGroup | None,
     path: str,
 ) -> None:
+    """Let DCP write with a writer. Collective.
+
+    Args:
+        writer: of this rank.
+        shards, group: as of `save_directory`.
+        path: of the checkpoint, for messages.
+
+    Raises:
+        CheckpointError: on every rank, if any rank fails.
+    """
     planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     try:
         with warnings.catch_warnings():
@@ -124,11 +134,15 @@ class _Writer(dcp.FileSystemWriter):
         super().__init__(folder, sync_files=True)
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """Raise the error that making the checkpoint's other content has raised, on all ranks
+        together.
+        """
         if isinstance(self._rest, Exception):
             raise self._rest
         return plan
 
     def write_data(self, plan: SavePlan, planner: Any) -> Any:
+        """Write this rank's shards, and return a future of (result, checksum) of each of them."""
         # A shared file system may show rank 0's folder late.
         self._folder.mkdir(parents=True, exist_ok=True)
         writing = super().write_data(plan, planner)
@@ -141,6 +155,7 @@ class _Writer(dcp.FileSystemWriter):
         return written
 
     def _checksum(self, info: _StorageInfo) -> int:
+        """Return the checksum of a written item."""
         with (self._folder / info.relative_path).open("rb") as file:
             return opening.checksum(file, info)
 
@@ -229,6 +244,11 @@ class _DirectoryWriter(_Writer):
             names.unlock(self._folder)
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """On rank 0, make the locked staging folder before anything is written.
+
+        Raises:
+            CheckpointError: the target exists and is no checkpoint.
+        """
         names.check_replaceable(self._target)
         names.delete_abandoned(self._target.parent)
         names.delete(self._folder)
@@ -237,6 +257,7 @@ class _DirectoryWriter(_Writer):
         return super().prepare_global_plan(plans)
 
     def _check_files(self, sizes: Mapping[str, int]) -> None:
+        """Check the files of all ranks, which share the folder."""
         opening.check_files(self._folder, sizes)
 
     def finish(self, metadata: Metadata, results: list[list[Any]]) -> None:

@@ -57,6 +57,7 @@ class Download:
         return target
 
     def _download(self, name: str, target: Path, num_bytes: int | None) -> None:
+        """Download a file under another name, and rename it when it is complete. As of `file`."""
         url = f"{self._url}/{name}"
         temporary = self.folder / f"{name}.{secrets.token_hex(4)}.part"
         try:
@@ -118,6 +119,7 @@ def _delete_unused(root: Path) -> None:
 
 
 def _delete_if_unused(folder: Path) -> None:
+    """Delete a folder, unless a process holds it."""
     lock = locked(folder)
     if lock is None:
         return

@@ -70,6 +70,7 @@ def delete_abandoned(folder: Path) -> None:
 
 
 def unlock(staging: Path) -> None:
+    """Release the lock of a staging folder, if this process has it."""
     lock = LOCKS.pop(staging, None)
     if lock is not None:
         os.close(lock)

@@ -77,6 +77,7 @@ def open_checkpoint(path: str | Path, weights_only: bool | None = None) -> dict[
 
 
 def _open_file(path: Path, weights_only: bool | None) -> Any:
+    """Return the content of an ordinary file, memory-mapped if possible."""
     # Older formats of `torch.save` cannot be memory-mapped.
     can_be_mapped = zipfile.is_zipfile(path)
     return torch.load(path, map_location="cpu", weights_only=weights_only, mmap=can_be_mapped)
@@ -95,6 +96,7 @@ _ACCESS = "check the URL, the network, and whether this job may read there"
 
 
 def _open_at_url(url: str, weights_only: bool | None) -> dict[str, Any]:
+    """Open a checkpoint at a URL; shards are downloaded when they are used."""
     shards = _find_shards(url)
     with reading(url):
         if shards is None:

@@ -117,6 +117,6 @@ def state_in_full(state: Any, values: Callable[[Tensor], Tensor] = Tensor.clone)
     """
 
     def full(tensor: Tensor) -> Tensor:
-        return tensor.whole() if isinstance(tensor, StoredTensor) else values(tensor)
+        return tensor.full_tensor() if isinstance(tensor, StoredTensor) else values(tensor)
 
     return pytree.tree_map_only(Tensor, full, state)

@@ -163,6 +163,7 @@ class CheckpointWriter:
             self.wait()
 
     def _run(self, path: str | Path, job: Callable[[], None]) -> None:
+        """Run a save in the background."""
         thread = self._background.run(job)
         if urls.is_url(path):
             self._uploads.append(thread)
@@ -170,12 +171,14 @@ class CheckpointWriter:
     def _write_directory(
         self, path: str | Path, shards: Mapping[str, LocalShards], rest: bytes | Exception
     ) -> None:
+        """Write a directory to a path or a URL. Collective."""
         if urls.is_url(path):
             upload_directory(str(path), shards, rest, self._group, self._staging_root)
         else:
             save_directory(urls.local_path(path).absolute(), shards, rest, self._group)
 
     def _write_file(self, path: str | Path, write: Callable[[Path], None] | None) -> None:
+        """Write an ordinary file to a path or a URL. Collective."""
         if urls.is_url(path):
             upload_file(str(path), write, self._group, self._staging_root)
         else:

@@ -209,7 +209,7 @@ def _local(value: Any, parameter: nn.Parameter, store: ParameterStore) -> Any:
         local = torch.empty(parameter.shape, dtype=value.dtype, device=parameter.device)
         read_chunks(value, store.chunks(parameter, local))
         return local
-    return value.whole() if isinstance(value, StoredTensor) else value.clone()
+    return value.full_tensor() if isinstance(value, StoredTensor) else value.clone()
 
 
 @torch.no_grad()

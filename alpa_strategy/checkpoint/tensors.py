@@ -50,7 +50,7 @@ class _Elsewhere(Tensor):
         """Return the full tensor, the same memory at every call."""
         raise NotImplementedError
 
-    def whole(self) -> Tensor:
+    def full_tensor(self) -> Tensor:
         """Return the full tensor for one use."""
         raise NotImplementedError
 
@@ -68,7 +68,7 @@ class _Elsewhere(Tensor):
 
     def tolist(self) -> Any:
         """Return the full tensor, gathered if needed, as nested lists."""
-        return self.whole().tolist()
+        return self.full_tensor().tolist()
 
     def data_ptr(self) -> int:
         """Return the address of the full tensor, which stays in memory for it."""
@@ -83,12 +83,12 @@ class _Elsewhere(Tensor):
         return self.in_memory().storage()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
-        copy = self.whole().clone()
+        copy = self.full_tensor().clone()
         memo[id(self)] = copy
         return copy
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.whole().__reduce_ex__(protocol)
+        return self.full_tensor().__reduce_ex__(protocol)
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
@@ -103,7 +103,7 @@ def _called_in_full(kind: type["_Elsewhere"], func: Any, args: Any, kwargs: Any)
 
     def in_full(value: Any, argument: Any) -> Any:
         is_aliased = argument is None or argument.alias_info is not None
-        change = kind.in_memory if is_aliased else kind.whole
+        change = kind.in_memory if is_aliased else kind.full_tensor
         return pytree.tree_map_only(kind, change, value)
 
     arguments = list(schema.values())
@@ -147,7 +147,7 @@ class LocalShards(_Elsewhere):
         """
         return self._full(keeps=True)
 
-    def whole(self) -> Tensor:
+    def full_tensor(self) -> Tensor:
         """Return the full tensor for one use.
 
         Collective: see `LazyEntryGather.full`.
@@ -237,7 +237,7 @@ class StoredTensor(_Elsewhere):
     def in_memory(self) -> Tensor:
         """Return all of it, the same memory at every call."""
         if self._in_memory is None:
-            self._in_memory = self.whole()
+            self._in_memory = self.full_tensor()
         return self._in_memory
 
     def fill(self, chunks: Sequence[Chunk]) -> None:
@@ -256,7 +256,7 @@ class StoredTensor(_Elsewhere):
             self.failure = error
             raise
 
-    def whole(self) -> Tensor:
+    def full_tensor(self) -> Tensor:
         """Return all of it, in new memory unless `in_memory` was called before."""
         if self._in_memory is not None:
             return self._in_memory

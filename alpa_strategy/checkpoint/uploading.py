@@ -65,7 +65,7 @@ def upload_directory(
             pointer = folder / "pointer.json"
             pointer.write_bytes(pointer_content(folder_name))
             urls.replace(pointer, url)
-            _remove_older_shards(url, kept=folder_name)
+            _remove_older_shards(url, current=folder_name)
 
         _on_all_ranks(upload_files, url, folder, group)
         _on_all_ranks(complete, url, folder, group)
@@ -94,7 +94,7 @@ def upload_file(
             file = folder / "checkpoint"
             write(file)
             urls.replace(file, url)
-            _remove_older_shards(url, kept=None)
+            _remove_older_shards(url, current=None)
 
         _on_all_ranks(write_and_upload, url, folder, group)
 
@@ -107,7 +107,7 @@ def remove_at_url(url: str) -> None:
     """
     try:
         urls.remove(url)
-        _remove_shards(url, kept=None)
+        _remove_shards(url, current=None)
     except OSError as error:
         raise CheckpointError(str(error), "remove it by hand") from error
 
@@ -141,19 +141,24 @@ def _on_all_ranks(work: Callable[[], Any], url: str, folder: Path | None, group:
         except AlpaError:
             raise
         except Exception as error:
-            kept = "" if folder is None else f"; this attempt's files are in {folder}"
+            rest = "" if folder is None else f"; this attempt's files are in {folder}"
             raise CheckpointError(
                 f"the checkpoint {url} was not uploaded: {error}",
-                f"the previous checkpoint, if any, is unchanged{kept}",
+                f"the previous checkpoint, if any, is unchanged{rest}",
             ) from error
 
     _, results = on_all_ranks(checked, lambda result: result, group)
     return results
 
 
-def _remove_older_shards(url: str, kept: str | None) -> None:
+def _remove_older_shards(url: str, current: str | None) -> None:
+    """Remove shards as of `_remove_shards`, after a checkpoint was written.
+
+    Raises:
+        CheckpointError: they cannot be removed.
+    """
     try:
-        _remove_shards(url, kept)
+        _remove_shards(url, current)
     except OSError as error:
         raise CheckpointError(
             f"the checkpoint {url} was written, but the shards of an older one stay: {error}",
@@ -161,17 +166,17 @@ def _remove_older_shards(url: str, kept: str | None) -> None:
         ) from error
 
 
-def _remove_shards(url: str, kept: str | None) -> None:
+def _remove_shards(url: str, current: str | None) -> None:
     """Remove the shards of the checkpoints that were at a URL, of unfinished ones as well.
 
     Args:
         url: of the checkpoint.
-        kept: name of the folder that stays.
+        current: name of the folder that stays.
     """
     parent, name = urls.parent_and_name(url)
     for folder_name in urls.names(f"{parent}/{SHARDS}"):
         own_name, _, token = folder_name.rpartition(".")
-        if own_name == name and _TOKEN.fullmatch(token) and folder_name != kept:
+        if own_name == name and _TOKEN.fullmatch(token) and folder_name != current:
             urls.remove(f"{parent}/{SHARDS}/{folder_name}")
 
 

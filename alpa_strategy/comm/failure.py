@@ -13,6 +13,7 @@ alive agree on a new prefix.
 
 import contextlib
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -337,3 +338,16 @@ def _check_time(deadline: float, whom: str) -> None:
         raise LostRankError(
             f"{whom} did not come to the start of the job in time", "see why it has not started"
         )
+
+
+def exit_text(code: int) -> str:
+    """Return a text for the exit code of a lost process; it is negative if a signal ended it."""
+    if code > 0:
+        return f"ended with exit code {code}"
+
+    name = f"signal {-code}"
+    # Some signals have no name.
+    with contextlib.suppress(ValueError):
+        name = signal.Signals(-code).name
+    reason = "; out of memory is a common reason" if -code == signal.SIGKILL else ""
+    return f"was ended by {name}{reason}"

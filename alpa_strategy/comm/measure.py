@@ -261,7 +261,7 @@ class _AgreedClock:
 def _agreed_max(mesh: MeshComm, values: list[float], device: torch.device) -> list[float]:
     """Return the element-wise maximum over all ranks of the mesh. Collective."""
     tensor = torch.tensor(values, dtype=torch.float64, device=device)
-    return mesh.whole.all_reduce(tensor, "max").tolist()
+    return mesh.all_devices.all_reduce(tensor, "max").tolist()
 
 
 def measure_slowdown(mesh: MeshComm, device: torch.device = CPU, seconds: float = 0.1) -> float:

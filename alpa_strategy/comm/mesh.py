@@ -337,7 +337,7 @@ class MeshComm:
     coordinate: tuple[int, ...]
     axes: tuple[AxisComm, ...]
     # all devices as one axis, row-major
-    whole: AxisComm
+    all_devices: AxisComm
     # of the job, or of the replica; row-major
     ranks: tuple[int, ...]
 
@@ -351,13 +351,17 @@ class MeshComm:
 
         Collective. Rank i passes chunk i; the device at position i of the mesh gets chunk i.
         """
-        rank = self.ranks[self.whole.index]
+        rank = self.ranks[self.all_devices.index]
         if self.is_in_order:
             return rows
         count = rows.numel()
         sent = [count * (place == rank) for place in range(len(self.ranks))]
-        received = [count * (other == self.whole.index) for other in self.ranks]
-        return self.whole.start_exchange(rows.reshape(-1), sent, received).wait().view(rows.shape)
+        received = [count * (other == self.all_devices.index) for other in self.ranks]
+        return (
+            self.all_devices.start_exchange(rows.reshape(-1), sent, received)
+            .wait()
+            .view(rows.shape)
+        )
 
 
 @dataclass(frozen=True)

@@ -298,7 +298,7 @@ def _sums(steps: tuple[LocalStep, ...], mesh: MeshComm) -> tuple[Sum, ...]:
     larger_axes = {axis for axis, size in enumerate(mesh.shape) if size != 1}
     covers_mesh = covered >= larger_axes
     if len(covered) == len(steps) > 1 and covers_mesh:
-        return (Sum(mesh.whole, None),)
+        return (Sum(mesh.all_devices, None),)
     sums = []
     for step in steps:
         dim = step.dst.dim if isinstance(step.dst, Shard) else None

@@ -67,19 +67,19 @@ def run(arguments: argparse.Namespace) -> int:
 
     progress = Progress()
     plans: list[Plan] = []
-    kept: list[float | None] = []
+    kept_plan_seconds: list[float | None] = []
     samples: list[int] = []
     for variation in variations:
         cluster = ClusterSpec.load(origin.cluster, dict(variation.to_cluster))
         plan, task = planned_recipe(origin.recipe, cluster, variation.overrides, progress)
         plans.append(plan)
         samples.append(task.step.batch_size)
-        kept.append(_kept_seconds(task, plans[0]))
+        kept_plan_seconds.append(_kept_seconds(task, plans[0]))
 
     console = make_console()
-    console.print(_overview(variations, plans, samples, kept))
+    console.print(_overview(variations, plans, samples, kept_plan_seconds))
     console.print(difference_table(["as it is", "changed"], plans[0], plans[-1]))
-    for line in _reasons(plans[0], plans[-1], kept[-1]):
+    for line in _reasons(plans[0], plans[-1], kept_plan_seconds[-1]):
         console.print(plain(f"- {line}", keeps_lines=True))
     return 0
 
@@ -182,7 +182,7 @@ def _overview(
     variations: Sequence[Variation],
     plans: Sequence[Plan],
     samples: Sequence[int],
-    kept: Sequence[float | None],
+    kept_plan_seconds: Sequence[float | None],
 ) -> Table:
     """Return a table with a row for each variation.
 
@@ -190,14 +190,17 @@ def _overview(
         variations: what was changed.
         plans: the best plan under each, the unchanged one first.
         samples: samples of a step under each.
-        kept: seconds of a step under each if the unchanged plan is used; None if it cannot be.
+        kept_plan_seconds: seconds of a step under each with the unchanged plan; None if that
+            cannot be used.
     """
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("", no_wrap=True, max_width=MAX_LABEL)
     for column in ("step", "", "samples/s", "memory", "plan kept"):
         table.add_column(column, justify="right")
     first = plans[0].predicted.step_seconds
-    for variation, plan, batch, seconds in zip(variations, plans, samples, kept, strict=True):
+    for variation, plan, batch, seconds in zip(
+        variations, plans, samples, kept_plan_seconds, strict=True
+    ):
         step = plan.predicted.step_seconds
         table.add_row(
             plain(variation.label),
@@ -210,14 +213,14 @@ def _overview(
     return table
 
 
-def _reasons(before: Plan, after: Plan, kept: float | None) -> list[str]:
+def _reasons(before: Plan, after: Plan, kept_plan_seconds: float | None) -> list[str]:
     """Return sentences: what the old plan would take, what a new one saves, and what limits it."""
     lines = []
     step = after.predicted.step_seconds
-    if kept is not None:
-        saved = kept - step
-        line = f"The plan as it is would take {format_seconds(kept)} there"
-        if saved > 1e-3 * kept:
+    if kept_plan_seconds is not None:
+        saved = kept_plan_seconds - step
+        line = f"The plan as it is would take {format_seconds(kept_plan_seconds)} there"
+        if saved > 1e-3 * kept_plan_seconds:
             lines.append(f"{line}; planning anew saves {format_seconds(saved)} of it.")
         else:
             lines.append(f"{line}: there is nothing to gain from another plan.")

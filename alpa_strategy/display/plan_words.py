@@ -121,7 +121,12 @@ def plan_words(plan: Plan) -> str:
     """Return the plan in words, such as `4 pipeline stages of 8-way tensor parallel, ZeRO-1`."""
     middle = plan.stages[len(plan.stages) // 2]
     words = stage_summary(middle).words
-    if len(plan.stages) > 1:
+    num_groups = len({stage.first_device for stage in plan.stages})
+    if num_groups < len(plan.stages):
+        # Interleaved: a group of devices has several stages.
+        groups = "one group" if num_groups == 1 else f"{num_groups} groups"
+        words = f"{len(plan.stages)} pipeline stages on {groups} of devices, each {words}"
+    elif len(plan.stages) > 1:
         words = f"{len(plan.stages)} pipeline stages of {words}"
     if plan.num_microbatches > 1:
         words += f", {plan.num_microbatches} micro-batches"

@@ -29,11 +29,11 @@ class Progress:
         self.console = console or make_console(stderr=True)
         self._open = 0
 
-    def say(self, what: RenderableType) -> None:
+    def say(self, line_or_table: RenderableType) -> None:
         """Print a line or a table."""
         if self.enabled:
-            is_text = isinstance(what, str)
-            self.console.print(plain(what, keeps_lines=True) if is_text else what)
+            is_text = isinstance(line_or_table, str)
+            self.console.print(plain(line_or_table, keeps_lines=True) if is_text else line_or_table)
 
     def tell(self, line: str) -> None:
         """Print a line of text, without markup, whatever names of files it has."""

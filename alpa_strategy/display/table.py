@@ -554,11 +554,11 @@ def proof_of(plan: Plan) -> str:
     return f"within {max(plan.gap, 1e-4):.2%} of a bound{among}"
 
 
-def tune_table(found: Mapping[int, Plan | Exception], best: int | None, num_ranks: int) -> Table:
+def tune_table(plans: Mapping[int, Plan | Exception], best: int | None, num_ranks: int) -> Table:
     """Return a table with a row for each batch size.
 
     Args:
-        found: batch size -> its plan, or the error of planning.
+        plans: batch size -> its plan, or the error of planning.
         best: the batch size with the most samples per second, if any.
         num_ranks: number of ranks with a batch of their own.
     """
@@ -573,7 +573,7 @@ def tune_table(found: Mapping[int, Plan | Exception], best: int | None, num_rank
         "memory",
     ):
         table.add_column(name, justify="right")
-    for size, plan in found.items():
+    for size, plan in plans.items():
         num_samples = size * num_ranks
         if not isinstance(plan, Plan):
             first_line = next(iter(str(plan).splitlines()), type(plan).__name__)

@@ -301,7 +301,7 @@ class RegularSearch:
         cost = self._middle(alone, (1, 1)).cost
         alive = self._alive(configuration)[0]
         remat = configuration.remat
-        in_use = cost.always + (cost.kept if remat else cost.saved) * alive
+        in_use = cost.always + (cost.segment_inputs if remat else cost.saved) * alive
         num_devices = math.prod(self._submesh(configuration.num_stages))
         return in_use / num_devices / self._layer_share(configuration.num_stages)
 
@@ -487,5 +487,5 @@ def _label(configuration: Configuration) -> str:
 def _stage_bytes(cost: StageCost, alive: int, remat: bool, share: float) -> float:
     """Return the bytes of a stage of 1 / share layers: they use temporary memory in turn."""
     again = max(cost.again) if remat else 0.0
-    of_layer = cost.always + (cost.kept if remat else cost.saved) * alive
+    of_layer = cost.always + (cost.segment_inputs if remat else cost.saved) * alive
     return of_layer / share + again + cost.working

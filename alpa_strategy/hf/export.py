@@ -64,7 +64,7 @@ def export_pretrained(
 
     def read(tensor: Tensor) -> Tensor:
         value = stored[id(tensor)]
-        return value.whole() if isinstance(value, StoredTensor) else value
+        return value.full_tensor() if isinstance(value, StoredTensor) else value
 
     values = Values(lambda parameter: parameter.shape, read, nullcontext)
     return save_pretrained(model, folder, values, max_shard_size)

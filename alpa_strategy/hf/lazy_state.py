@@ -94,8 +94,8 @@ class LazyState:
 
     def sources(self, tensor: Tensor) -> list[ParameterSource]:
         """Return the parameters and buffers of which a deferred tensor is made."""
-        found = self.recorder.sources_of(tensor)
-        return [source for source in found if isinstance(source, ParameterSource)]
+        sources = self.recorder.sources_of(tensor)
+        return [source for source in sources if isinstance(source, ParameterSource)]
 
     def collected(self, save: Callable[[dict[str, Any]], None]) -> list[FileContents]:
         """Return the files of weights that `save(state dict)` would write.

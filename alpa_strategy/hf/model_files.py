@@ -52,7 +52,7 @@ def copy_processing_files(model: Any, folder: Path) -> None:
 
     cached_file = library("transformers.utils").cached_file
     for name in PROCESSING_FILES:
-        found = cached_file(
+        cached_path = cached_file(
             source,
             name,
             local_files_only=True,
@@ -60,8 +60,8 @@ def copy_processing_files(model: Any, folder: Path) -> None:
             _raise_exceptions_for_connection_errors=False,
             _raise_exceptions_for_gated_repo=False,
         )
-        if found is not None and not (folder / name).exists():
-            shutil.copyfile(found, folder / name)
+        if cached_path is not None and not (folder / name).exists():
+            shutil.copyfile(cached_path, folder / name)
 
 
 def write_model_card(folder: Path) -> None:

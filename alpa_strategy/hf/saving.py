@@ -173,25 +173,25 @@ def _planned_files(
     Ranks other than 0 let it write into a folder of their own, which is deleted.
     """
     rank = rank_in(None)
-    own = staging if rank == 0 else staging.with_name(f"{staging.name}.{rank}")
+    folder = staging if rank == 0 else staging.with_name(f"{staging.name}.{rank}")
     try:
-        _delete_folder(own)
-        own.mkdir(parents=True)
+        _delete_folder(folder)
+        folder.mkdir(parents=True)
     except OSError as error:
-        raise CheckpointError(f"{own} cannot be made: {error}", "give another folder") from error
+        raise CheckpointError(f"{folder} cannot be made: {error}", "give another folder") from error
 
     with values.full_shapes(), _saving_on_every_rank(model):
         state = LazyState(model, values.shape_of, values.read)
 
         def save(tensors: dict[str, Any]) -> None:
             library_model: Any = model
-            library_model.save_pretrained(own, state_dict=tensors, max_shard_size=max_shard_size)
+            library_model.save_pretrained(folder, state_dict=tensors, max_shard_size=max_shard_size)
 
         files = state.collected(save)
     if rank != 0:
-        _delete_folder(own)
+        _delete_folder(folder)
     relative = [
-        FileContents(file.path.relative_to(own), file.tensors, file.metadata) for file in files
+        FileContents(file.path.relative_to(folder), file.tensors, file.metadata) for file in files
     ]
     return state, relative
 
@@ -200,13 +200,13 @@ def _planned_files(
 def _saving_on_every_rank(model: nn.Module) -> Iterator[None]:
     """Context in which the library does on every rank what it does on rank 0."""
     models: list[Any] = [m for m in model.modules() if hasattr(m, "should_save_on_this_rank")]
-    for each in models:
-        each.should_save_on_this_rank = lambda _: True
+    for library_model in models:
+        library_model.should_save_on_this_rank = lambda _: True
     try:
         yield
     finally:
-        for each in models:
-            del each.should_save_on_this_rank
+        for library_model in models:
+            del library_model.should_save_on_this_rank
 
 
 def _write_all(
@@ -232,7 +232,7 @@ def _write_all(
                 written.add(path)
                 try:
                     # A real tensor is small, and equal on all ranks.
-                    full = state.recorder.whole(tensor)
+                    full = state.recorder.materialize(tensor)
                     write_tensor(path, layout.offsets[name], full.cpu().contiguous())
                 except (CheckpointError, OSError) as error:
                     # The other ranks still gather: all raise it together.

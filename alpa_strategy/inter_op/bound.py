@@ -238,7 +238,7 @@ class _Stages:
     seconds: np.ndarray
 
     # Of a step that the others do not share: (B - s_m) t_m + g_m of the formula.
-    own: np.ndarray
+    not_shared: np.ndarray
 
     # Whether the way there and back, through later stages, comes on top.
     has_trips: bool
@@ -295,7 +295,7 @@ def _least_fill(costs: _Costs, stages: Sequence[_Stages], most: float) -> float:
                 rest = rest + costs.wires_before[:, index, : total + 1 - size]
             ends = np.flatnonzero(np.isfinite(rest).any(axis=1))
             # own: [first, end]; trips, sums of t_j, w_j: [end, units left].
-            busy = stage.own[:, ends, index]
+            busy = stage.not_shared[:, ends, index]
             firsts = np.flatnonzero((busy <= most).any(axis=1))
             if not firsts.size:
                 continue

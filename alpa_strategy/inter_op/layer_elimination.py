@@ -32,12 +32,12 @@ class Elimination:
     excess: np.ndarray
 
 
-def plan_elimination(problem: Problem, kept: tuple[int, ...] = ()) -> Elimination | None:
+def plan_elimination(problem: Problem, outer: tuple[int, ...] = ()) -> Elimination | None:
     """Return how to eliminate a layer's choices; None if its tables would be too large.
 
     Args:
         problem: its costs have a leading axis for prices.
-        kept: choices that are not eliminated.
+        outer: choices that are not eliminated.
     """
     small = _small_shared_transfers(problem)
     for num_split in range(len(small) + 1):
@@ -45,7 +45,7 @@ def plan_elimination(problem: Problem, kept: tuple[int, ...] = ()) -> Eliminatio
         network = network_of(_paid_by_each_use(problem, split))
         if network is None:
             continue
-        order = plan_order(network, MAX_TABLE_ENTRIES, MAX_ENTRIES, kept)
+        order = plan_order(network, MAX_TABLE_ENTRIES, MAX_ENTRIES, outer)
         if order is not None:
             return Elimination(network, order, _excess(problem, split))
     return None

@@ -435,7 +435,7 @@ def _sum_parts(
     """
     intra = joined.stage.intra
     total = np.zeros((*shape, len(Part)))
-    working, gathered, made = (np.zeros(shape) for _ in range(3))
+    working, gathered, gradient_bytes = (np.zeros(shape) for _ in range(3))
     read = read_last(intra) if begins else [[]] * len(intra.ops)
     offset = len(intra.parameters)
     for index, costs in enumerate(joined.choices):
@@ -444,8 +444,10 @@ def _sum_parts(
     for index, parameter in enumerate(intra.parameters):
         total[..., Part.UPDATE] += scratch * parameter.gradient_bytes[values[index]]
     for index, (options, parameters) in enumerate(zip(intra.ops, read, strict=True)):
-        made += sum(intra.parameters[p].gradient_bytes[values[p]] for p in parameters)
-        np.maximum(working, options.temporary_bytes[values[offset + index]] - made, out=working)
+        gradient_bytes += sum(intra.parameters[p].gradient_bytes[values[p]] for p in parameters)
+        np.maximum(
+            working, options.temporary_bytes[values[offset + index]] - gradient_bytes, out=working
+        )
     for transfer, costs, sizes in zip(
         joined.problem, joined.transfers, joined.gathered, strict=True
     ):
@@ -464,7 +466,7 @@ def _sum_parts(
                 np.maximum(gathered, sizes[source, target], out=gathered)
     total[..., Part.ENTERING] = joined.entering_bytes[:, None]
     total[..., Part.LEAVING] = joined.leaving_bytes
-    total[..., Part.WORKING], total[..., Part.MADE] = working + 2 * gathered, made
+    total[..., Part.WORKING], total[..., Part.MADE] = working + 2 * gathered, gradient_bytes
     return total
 
 

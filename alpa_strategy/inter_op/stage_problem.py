@@ -49,8 +49,8 @@ class CostBreakdown:
 
     # Bytes of one micro-batch between its forward and its backward.
     saved: np.ndarray
-    # bytes of these that recomputation keeps: what is received, and what passes from span to span
-    kept: np.ndarray
+    # bytes of these under recomputation: the inputs of segments, received or from the one before
+    segment_inputs: np.ndarray
 
     # Bytes of the graph that recomputing makes, in span `span`.
     again: np.ndarray
@@ -98,7 +98,8 @@ class StageCost:
     once: float
     always: float
     saved: float
-    kept: float
+    # `saved` under recomputation: inputs of segments
+    segment_inputs: float
     again: tuple[float, ...]
     working: float = 0.0
     update: float = 0.0
@@ -116,7 +117,9 @@ class StageCost:
 
     def activation_bytes(self, in_flight: float, remat: bool = False) -> float:
         """Return the bytes of activations at the end of a forward."""
-        return self.kept * in_flight + max(self.again) if remat else self.saved * in_flight
+        return (
+            self.segment_inputs * in_flight + max(self.again) if remat else self.saved * in_flight
+        )
 
     def memory_parts(
         self, of_parameters: Mapping[str, float], in_flight: float, remat: bool = False
@@ -185,17 +188,21 @@ def take_apart(intra: IntraOp, starts: Sequence[int] = (0,)) -> StageProblem:
             costs = replace(costs, once=forward, backward=choice.cost - forward, always=always)
         elif span is not None:  # an op of the micro-batches
             forward, memory = intra.ops[index - num_parameters].forward_seconds, choice.memory
-            crossing_bytes = spans.crossing_bytes(index) if len(starts) > 1 else costs.kept
+            crossing_bytes = (
+                spans.crossing_bytes(index) if len(starts) > 1 else costs.segment_inputs
+            )
             costs = replace(
                 costs,
                 forward=forward,
                 backward=choice.cost - forward,
                 saved=memory,
-                kept=crossing_bytes,
+                segment_inputs=crossing_bytes,
                 again=memory,
             )
         elif index in received:  # until its gradient has gone back, recomputed or not
-            costs = replace(costs, backward=choice.cost, saved=choice.memory, kept=choice.memory)
+            costs = replace(
+                costs, backward=choice.cost, saved=choice.memory, segment_inputs=choice.memory
+            )
         elif index in sent:  # gone once it has arrived
             costs = replace(costs, backward=choice.cost, saved=choice.memory, again=choice.memory)
         elif index in batch:
@@ -232,12 +239,12 @@ def _transfer_parts(intra: IntraOp, spans: "RematSpans", index: int) -> CostBrea
             copies = [
                 is_kept * local_bytes(meta, target, intra.mesh.shape) for target in layouts.targets
             ]
-            kept = np.where(layouts.equal, 0.0, copies)
+            copied_bytes = np.where(layouts.equal, 0.0, copies)
             return CostBreakdown(
                 zero,
                 np.where(is_allowed, alone + penalty, np.inf),
                 finite,
-                kept,
+                copied_bytes,
                 zero,
                 zero,
                 zero,
@@ -323,7 +330,9 @@ def weigh(
     seconds = [num_microbatches * (forwards * p.forward + p.backward) + p.once for p in breakdowns]
     if shares is None:
         return seconds, [p.always + in_flight * p.saved for p in breakdowns]
-    return seconds, [p.always + shares[p.span] * p.again + in_flight * p.kept for p in breakdowns]
+    return seconds, [
+        p.always + shares[p.span] * p.again + in_flight * p.segment_inputs for p in breakdowns
+    ]
 
 
 def with_update_row(
@@ -363,13 +372,13 @@ def update_bytes(stage: StageProblem) -> float:
 def _bytes_at_update(stage: StageProblem) -> list[np.ndarray]:
     """[choice][strategy] bytes while the optimizer updates; see `StageCost.update`."""
     scratch = stage.intra.tables.optimizer.scratch
-    found = []
+    bytes_of_choices = []
     for index, parts in enumerate(stage.choices):
         num_bytes = np.zeros_like(parts.always) if parts.span == PER_STEP else parts.always
         if index < len(stage.intra.parameters):
             num_bytes = num_bytes + scratch * stage.intra.parameters[index].gradient_bytes
-        found.append(num_bytes)
-    return found
+        bytes_of_choices.append(num_bytes)
+    return bytes_of_choices
 
 
 def cost_of(stage: StageProblem, assignment: Sequence[int], working: float = 0.0) -> StageCost:
@@ -388,7 +397,14 @@ def cost_of(stage: StageProblem, assignment: Sequence[int], working: float = 0.0
 
     def add(costs: CostBreakdown, at: int | tuple[int, int]) -> None:
         nonlocal always_of_per_step
-        summed = costs.forward, costs.backward, costs.once, costs.always, costs.saved, costs.kept
+        summed = (
+            costs.forward,
+            costs.backward,
+            costs.once,
+            costs.always,
+            costs.saved,
+            costs.segment_inputs,
+        )
         total[:] += [float(x[at]) for x in summed]
         again[costs.span] += costs.again[at]
         if costs.span == PER_STEP:
@@ -400,7 +416,7 @@ def cost_of(stage: StageProblem, assignment: Sequence[int], working: float = 0.0
         source = int(transfer.source[assignment[transfer.producer]])
         for target in {int(use.layout[assignment[use.choice]]) for use in transfer.uses}:
             add(costs, (source, target))
-    forward, backward, once, always, saved, kept = map(float, total)
+    forward, backward, once, always, saved, segment_inputs = map(float, total)
     of_spans = again[: stage.num_spans] + again[EVERY_SPAN]
     parameters = stage.intra.parameters
     gradients = sum(
@@ -410,7 +426,15 @@ def cost_of(stage: StageProblem, assignment: Sequence[int], working: float = 0.0
     # What is made once per step is freed when the last backward is done.
     update = gradients * stage.intra.tables.optimizer.scratch - always_of_per_step
     cost = StageCost(
-        forward, backward, once, always, saved, kept, tuple(map(float, of_spans)), working, update
+        forward,
+        backward,
+        once,
+        always,
+        saved,
+        segment_inputs,
+        tuple(map(float, of_spans)),
+        working,
+        update,
     )
     return beside_compute(stage.intra, assignment, cost) if stage.intra.mesh.overlap else cost
 

@@ -110,7 +110,7 @@ class PricedStage:
     request: StageRequest
 
     # Not restricted, one transfer per value.
-    whole: IntraOp
+    unrestricted_intra: IntraOp
 
     # Restricted, split into recompute segments at all starts of the request.
     intra: IntraOp
@@ -134,21 +134,25 @@ class PricedStage:
         """
         if starts == self.request.starts:
             return self.finest
-        intra = RematSpans(self.whole, starts).split()
-        pins = options_of_part(self.job.options, self.whole.step)
+        intra = RematSpans(self.unrestricted_intra, starts).split()
+        pins = options_of_part(self.job.options, self.unrestricted_intra.step)
         return take_apart(restrict(intra, pins, self.job.optimizer, self.request.pinned), starts)
 
     def changed(self, change: Callable[[IntraOp], IntraOp]) -> "PricedStage":
         """Return this stage with `change` applied to its problem."""
         return replace(
-            self, whole=change(self.whole), intra=change(self.intra), known=None, key=None
+            self,
+            unrestricted_intra=change(self.unrestricted_intra),
+            intra=change(self.intra),
+            known=None,
+            key=None,
         )
 
     def unrestricted(self, starts: tuple[int, ...]) -> StageProblem:
         """Return the problem without pins and penalties: the real costs of its assignments."""
         if starts == self.request.starts and self.intra.unrestricted is None:
             return self.finest
-        return take_apart(RematSpans(self.whole, starts).split(), starts)
+        return take_apart(RematSpans(self.unrestricted_intra, starts).split(), starts)
 
 
 class StageSolver:
@@ -243,22 +247,22 @@ class StageSolver:
             graph = job.graph
             if request.shape not in self._whole:
                 self._whole[request.shape] = build(graph, tables)
-            whole = self._whole[request.shape]
+            unrestricted = self._whole[request.shape]
         else:
             graph = stage_on(job.graph, request.first, request.last, mesh.num_devices)
-            whole = stage_build(graph, tables, recompute_per_microbatch)
-        intra = RematSpans(whole, request.starts).split()
+            unrestricted = stage_build(graph, tables, recompute_per_microbatch)
+        intra = RematSpans(unrestricted, request.starts).split()
         intra = restrict(intra, options_of_part(job.options, graph), job.optimizer, request.pinned)
         # Its neighbours have other problems.
         if job.is_whole_batch and graph.received:
             intra = least_of_equals(intra)
-        whole, intra = self._pinned(whole), self._pinned(intra)
+        unrestricted, intra = self._pinned(unrestricted), self._pinned(intra)
         # Most are not looked at again.
         if job.is_whole_batch:
             return PricedStage(
                 job,
                 request,
-                whole,
+                unrestricted,
                 intra,
                 self._free_layouts(intra.problem),
                 recompute_per_microbatch,
@@ -277,7 +281,14 @@ class StageSolver:
             problem = weighted(finest, job.num_microbatches, 1, request.remat)
             self._free[key] = self._free_layouts(problem)
         return PricedStage(
-            job, request, whole, intra, self._free[key], recompute_per_microbatch, finest, key
+            job,
+            request,
+            unrestricted,
+            intra,
+            self._free[key],
+            recompute_per_microbatch,
+            finest,
+            key,
         )
 
     def _pins_of(self, graph: StepGraph, request: StageRequest) -> list[Hashable]:
@@ -542,16 +553,16 @@ def _least_memory(priced: PricedStage, alive: float) -> tuple[int, ...]:
 
 def _whole_bytes(parts: Mapping[str, float], total: float) -> dict[str, int]:
     """Return the parts as whole numbers whose sum is that of `total`."""
-    whole = {}
+    rounded = {}
     rounded_up_to = 0
     summed = 0.0
     for name, num_bytes in parts.items():
         summed += num_bytes
         end = int(min(summed, total))
-        whole[name] = end - rounded_up_to
+        rounded[name] = end - rounded_up_to
         rounded_up_to = end
-    whole[name] += int(total) - rounded_up_to
-    return whole
+    rounded[name] += int(total) - rounded_up_to
+    return rounded
 
 
 def _per_step(collective: Collective, count: int, remat: bool) -> Collective:

@@ -352,9 +352,9 @@ class StageSpace:
 def _contain(kinds: Sequence[int], part: Sequence[int]) -> np.ndarray:
     """Return [first, last + 1] whether the run of `kinds` has `part` among its items, in order."""
     num_layers = len(kinds)
-    found = np.zeros((num_layers, num_layers + 1), dtype=bool)
+    contains = np.zeros((num_layers, num_layers + 1), dtype=bool)
     for first in range(num_layers - len(part) + 1):
         last = first + len(part)
         if list(kinds[first:last]) == list(part):
-            found[: first + 1, last:] = True
-    return found
+            contains[: first + 1, last:] = True
+    return contains

@@ -29,7 +29,16 @@ PER_LAYER = ("least", "least_each")
 # Arrays of a LayerRangeCosts by logical mesh.
 FLOORS = ("floor_prices", "floor_seconds", "floor_always", "floor_working")
 # Numbers of a StageCost, beside `again`.
-COST_NUMBERS = ("forward", "backward", "once", "always", "saved", "kept", "working", "update")
+COST_NUMBERS = (
+    "forward",
+    "backward",
+    "once",
+    "always",
+    "saved",
+    "segment_inputs",
+    "working",
+    "update",
+)
 OUR_SCHEDULES = "alpa_strategy.schedules"
 
 

@@ -33,8 +33,8 @@ def slice_stage(step: StepGraph, first: int, last: int) -> StepGraph:
     is_end = last == len(step.ops)
 
     def is_home(values: Sequence[int]) -> bool:
-        made = [maker[v] for v in values if v in maker]
-        return first <= max(made) < last if made else is_end
+        makers = [maker[v] for v in values if v in maker]
+        return first <= max(makers) < last if makers else is_end
 
     records: dict[str, Any] = {
         name: tuple(record for record in getattr(step, name) if is_home(values_of(record)))
@@ -99,12 +99,12 @@ def _keep(node: Any, wanted: Callable[[int], bool]) -> Any:
     if isinstance(node, dict):
         return {key: _keep(value, wanted) for key, value in node.items()}
     if isinstance(node, list | tuple):
-        kept = [
+        items = [
             _keep(item, wanted)
             for item in node
             if not isinstance(item, ValueRef) or wanted(item.index)
         ]
-        return tuple(kept) if isinstance(node, tuple) else kept
+        return tuple(items) if isinstance(node, tuple) else items
     return node
 
 

@@ -161,8 +161,8 @@ class OptionTables:
         self.costs = costs
         self.optimizer = optimizer
         self.steps_per_update = steps_per_update
-        self.whole: DualLayout = (INVARIANT,) * len(mesh.shape)
-        self.only_whole = (self.whole,)
+        self.unsharded: DualLayout = (INVARIANT,) * len(mesh.shape)
+        self.only_unsharded = (self.unsharded,)
         self._ops: dict[OpCall, OpOptions] = {}
         self._repeated: dict[OpCall, OpOptions] = {}
         self._parameters: dict[tuple[Any, ...], ParameterOptions] = {}
@@ -309,7 +309,7 @@ class _Builder:
         self._step = step
         self._tables = tables
         self._mesh = tables.mesh
-        self._whole = tables.whole
+        self._unsharded = tables.unsharded
         self.constants = constant_values(step)
         self.parameters = tuple(tables.parameter(p, step) for p in step.parameters)
         options = []
@@ -354,7 +354,7 @@ class _Builder:
             )
         for constant_input in self._step.constant_inputs:
             choice = self._add_fixed(f"input{constant_input.value}", constant_input.meta.num_bytes)
-            self.producers[constant_input.value] = choice, (self._whole,)
+            self.producers[constant_input.value] = choice, (self._unsharded,)
 
     def add_boundary(self, kind: str, value: int) -> BoundaryChoice:
         """Add a value that passes between stages, in each of its `boundary_layouts`, and return its
@@ -377,7 +377,10 @@ class _Builder:
         """
         sink = self._add_fixed("output")
         casts = casts_of_parameters(self._step)
-        escaping, kept = set(self._step.escaping), kept_values(self._step, self.ops, self.constants)
+        escaping, saved_values = (
+            set(self._step.escaping),
+            kept_values(self._step, self.ops, self.constants),
+        )
         # `held`: constants, as they are made
         kept_by_maker, held = set(received), set[int]()
         for op, options in zip(self._step.ops, self.ops, strict=True):
@@ -398,21 +401,21 @@ class _Builder:
                 asks.append(self._leaving(value, sink))
             if value in sent:
                 asks.append((sent[value].choice, sent[value].layouts))
-            is_whole = value in self.constants and all(
+            is_unsharded = value in self.constants and all(
                 p == INVARIANT for layout in produced for p in layout
             )
-            saved = value in kept or any(
+            saved = value in saved_values or any(
                 self.ops[op].saved.operands[position] for op, position in consumers
             )
-            if is_whole and saved:
+            if is_unsharded and saved:
                 held.add(self._memory_of(value))
-            if not asks or is_whole:
+            if not asks or is_unsharded:
                 # Whole on every device: each takes its part for nothing.
                 continue
             # Received values are kept as they came until the backward has run, results that their
             # own op keeps (of a ReLU) as they were made, and others are recomputed so: using them
             # as they are needs no other copy.
-            is_there = value in kept_by_maker or value not in kept
+            is_there = value in kept_by_maker or value not in saved_values
             transfer, layouts = self._transfer(value, asks, saved, is_there, value in casts)
             self.transfers.append(transfer)
             self.layouts.append(layouts)
@@ -438,7 +441,7 @@ class _Builder:
             return choice, layouts
 
         how = dict(step.of_ranks).get(value)
-        return sink, self._tables.only_whole if how is None else (how.layout(num_axes),)
+        return sink, self._tables.only_unsharded if how is None else (how.layout(num_axes),)
 
     def _memory_of(self, value: int) -> int:
         """Return the value whose memory `value` is a view of."""
@@ -584,12 +587,12 @@ def kept_values(step: StepGraph, ops: Sequence[OpOptions], constants: frozenset[
         else:
             written.update(read)
         saved.update(read)
-    made = {value for op in step.ops for value in op.results} - constants
+    computed = {value for op in step.ops for value in op.results} - constants
     for op, options in zip(reversed(step.ops), reversed(ops), strict=True):
         results = saved.intersection(op.results) - written
         if not options.saved.fuses or not results:
             continue
-        more = {value for value in op.operands if value in made} - saved
+        more = {value for value in op.operands if value in computed} - saved
         spared = sum(step.values[value].num_bytes for value in results)
         added = sum(step.values[value].num_bytes for value in more)
         if added < spared or (added == spared and is_plain_view(op.call)):

@@ -253,12 +253,12 @@ def working_bytes(intra: IntraOp, assignment: Sequence[int], begins: bool = Fals
     of_ops = assignment[len(intra.parameters) :]
     of_op = np.array([float(o.temporary_bytes[k]) for o, k in zip(intra.ops, of_ops, strict=False)])
     if begins:
-        made = [
+        new_gradient_bytes = [
             [float(intra.parameters[p].gradient_bytes[assignment[p]]) for p in read]
             for read in read_last(intra)
         ]
         # Its own are among its gradients.
-        of_op -= np.cumsum([sum(sizes) for sizes in made])
+        of_op -= np.cumsum([sum(sizes) for sizes in new_gradient_bytes])
     largest_op = float(of_op.max(initial=0.0))
     gathered = (
         (intra.step.values[value], target) for _, value, _, target in _gathered(intra, assignment)

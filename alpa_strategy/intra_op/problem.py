@@ -160,28 +160,30 @@ def evaluate(problem: Problem, assignment: Sequence[int]) -> tuple[float, float]
 
 @dataclass(frozen=True)
 class Presolved:
-    """A smaller problem; `kept[c][k]` is the original strategy behind strategy k of choice c."""
+    """A smaller problem; strategy k of choice c is `original[c][k]` of the original."""
 
     problem: Problem
-    kept: tuple[np.ndarray, ...]
+    original: tuple[np.ndarray, ...]
 
     def expand(self, assignment: Sequence[int]) -> list[int]:
         """Return an assignment of the smaller problem in the original's strategy indices."""
-        return [int(kept[k]) for kept, k in zip(self.kept, assignment, strict=True)]
+        pairs = zip(self.original, assignment, strict=True)
+        return [int(strategies[k]) for strategies, k in pairs]
 
     def contract(self, assignment: Sequence[int]) -> list[int] | None:
         """Return an assignment of the original in this problem's indices; None if it has a strategy
         that was dropped.
         """
-        places = [np.flatnonzero(kept == k) for kept, k in zip(self.kept, assignment, strict=True)]
+        pairs = zip(self.original, assignment, strict=True)
+        places = [np.flatnonzero(strategies == k) for strategies, k in pairs]
         if not all(map(len, places)):
             return None
         return [int(place[0]) for place in places]
 
     def restrict(self, live: Sequence[np.ndarray]) -> "Presolved":
         """Keep only the strategies `live[c]` (sorted indices) of every choice."""
-        kept = tuple(old[new] for old, new in zip(self.kept, live, strict=True))
-        return Presolved(restrict_strategies(self.problem, live), kept)
+        original = tuple(old[new] for old, new in zip(self.original, live, strict=True))
+        return Presolved(restrict_strategies(self.problem, live), original)
 
 
 def presolve(problem: Problem) -> Presolved:

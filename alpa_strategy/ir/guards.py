@@ -107,29 +107,29 @@ class SymbolicScalar:
     """
 
     # The expression.
-    made: CounterRef
+    expression: CounterRef
 
     # Its value as a number.
     example: Any
 
-    def __new__(cls, made: CounterRef) -> Any:
+    def __new__(cls, expression: CounterRef) -> Any:
         scalar = super().__new__(cls, cls.example)  # type: ignore[call-arg]  # of float or int
-        scalar.made = made
+        scalar.expression = expression
         return scalar
 
     # The arguments of __new__ for pickle and deepcopy.
     def __getnewargs__(self) -> tuple[CounterRef]:
-        return (self.made,)
+        return (self.expression,)
 
     def __eq__(self, other: object) -> bool:
-        return type(other) is type(self) and other.made == self.made
+        return type(other) is type(self) and other.expression == self.expression
 
     def __hash__(self) -> int:
         """Return the hash of the expression: the example is the same for many."""
-        return hash(self.made)
+        return hash(self.expression)
 
     def __repr__(self) -> str:
-        return f"<{self.made!r}>"
+        return f"<{self.expression!r}>"
 
     def __neg__(self) -> "SymbolicInt | SymbolicFloat":
         return _made(operator.neg, self)
@@ -148,9 +148,9 @@ class SymbolicInt(SymbolicScalar, int):  # type: ignore[misc]
     example = 3
 
 
-def symbolic(made: CounterRef, like: float) -> SymbolicInt | SymbolicFloat:
-    """Return the argument for the expression `made`, of the type of the number `like`."""
-    return SymbolicInt(made) if isinstance(like, int) else SymbolicFloat(made)
+def symbolic(expression: CounterRef, like: float) -> SymbolicInt | SymbolicFloat:
+    """Return the argument for the expression `expression`, of the type of the number `like`."""
+    return SymbolicInt(expression) if isinstance(like, int) else SymbolicFloat(expression)
 
 
 def _made(function: Callable[..., Any], *args: Any) -> SymbolicInt | SymbolicFloat:
@@ -160,9 +160,9 @@ def _made(function: Callable[..., Any], *args: Any) -> SymbolicInt | SymbolicFlo
     for arg in args:
         is_symbolic_arg = isinstance(arg, SymbolicScalar)
         examples.append(arg.example if is_symbolic_arg else arg)
-        expressions.append(arg.made if is_symbolic_arg else arg)
-    made = CounterRef.of(function, tuple(expressions))
-    return symbolic(made, calculate(function, *examples))
+        expressions.append(arg.expression if is_symbolic_arg else arg)
+    expression = CounterRef.of(function, tuple(expressions))
+    return symbolic(expression, calculate(function, *examples))
 
 
 for _name in ["add", "sub", "mul", "truediv", "floordiv", "mod", "pow"]:
@@ -201,7 +201,7 @@ def at_counters(call: OpCall, counters: Mapping[str, Any]) -> OpCall:
         return replace(call, target=call.target.with_inner(inner))
 
     def value(arg: Any) -> Any:
-        return arg.made.value(counters) if isinstance(arg, SymbolicScalar) else arg
+        return arg.expression.value(counters) if isinstance(arg, SymbolicScalar) else arg
 
     args = pytree.tree_map(value, call.args)
     kwargs = pytree.tree_map(value, call.kwargs)

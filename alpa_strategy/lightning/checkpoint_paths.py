@@ -100,6 +100,8 @@ def find_last_at_urls() -> None:
 
 
 def _finding_urls(find: Callable[[Any, Any], set[str]]) -> Callable[[Any, Any], set[str]]:
+    """Return Lightning's method `find` with URLs in place of names without a scheme."""
+
     @wraps(find)
     def find_last_checkpoints(callback: Any, trainer: Any) -> set[str]:
         folder = str(callback._ModelCheckpoint__resolve_ckpt_dir(trainer))

@@ -1,23 +1,16 @@
 """Checkpoints: what goes into one, in which form it is written, and when what was read is put where
 it belongs.
-
-`LightningModule.load_from_checkpoint(path)` of a sharded checkpoint has no hook in Lightning, nor
-has a Trainer with another strategy, so the functions by which they open a checkpoint are wrapped,
-once, when the strategy is imported.
 """
 
 import sys
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from functools import wraps
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.fabric.plugins.io import torch_io
 from lightning.fabric.utilities.apply_func import move_data_to_device
 from lightning.fabric.utilities.types import _Stateful
-from lightning.pytorch.core import saving
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
@@ -29,15 +22,13 @@ from alpa_strategy.checkpoint import sharded_state_dict
 from alpa_strategy.checkpoint.downloading import release_downloads
 from alpa_strategy.checkpoint.on_demand import LazyEntryGather
 from alpa_strategy.checkpoint.opening import (
-    checked,
     is_checkpoint,
-    local_file,
     open_checkpoint,
     reading,
 )
 from alpa_strategy.checkpoint.owner_state import owner_state_to_write
 from alpa_strategy.checkpoint.saving import CheckpointWriter
-from alpa_strategy.checkpoint.tensors import LocalShards, StoredTensor, map_tensors
+from alpa_strategy.checkpoint.tensors import LocalShards, map_tensors
 from alpa_strategy.comm.collectives import (
     RankZero,
     all_gather_object,
@@ -49,7 +40,6 @@ from alpa_strategy.comm.collectives import (
 from alpa_strategy.errors import CheckpointError, OptionError
 from alpa_strategy.lightning.checkpoint_paths import (
     check_checkpoint_paths,
-    find_last_at_urls,
     local_folder,
     warn_of_uploads,
 )
@@ -64,7 +54,7 @@ from alpa_strategy.lightning.dataloader_state import (
 )
 from alpa_strategy.lightning.run_plans import RunPlans, resumed_plans
 from alpa_strategy.runtime.parameters import ParameterStore, unsharded_store
-from alpa_strategy.urls import is_of_process, is_url, local_path
+from alpa_strategy.urls import is_of_process, is_url
 
 FORMS = ("auto", "sharded", "single")
 MEET_SECONDS = 10.0
@@ -208,8 +198,12 @@ class Checkpoints:
         # A hook before the first batch may look at optimizers' state, which then is whole until the
         # plan.
         is_edited_early = "state" in names_in(own_hooks(self._trainer.lightning_module, _EARLY))
-        for optimizer, own in zip(optimizers, stored, strict=True):
-            parts = (own.get("state"), own.get("param_groups")) if isinstance(own, dict) else ()
+        for optimizer, state_dict in zip(optimizers, stored, strict=True):
+            parts = (
+                (state_dict.get("state"), state_dict.get("param_groups"))
+                if isinstance(state_dict, dict)
+                else ()
+            )
             if not parts or not isinstance(parts[0], dict) or not isinstance(parts[1], list):
                 raise CheckpointError(
                     "the checkpoint's optimizer state is not that of a torch optimizer", ""
@@ -221,7 +215,7 @@ class Checkpoints:
                 raise CheckpointError(
                     "the checkpoint's optimizer state of a parameter has no entries", ""
                 )
-            optimizer.load_state_dict({**own, "state": {}})
+            optimizer.load_state_dict({**state_dict, "state": {}})
             self._optimizer_states[id(optimizer)] = parts[0]
             is_made = not any(
                 p.is_meta for group in optimizer.param_groups for p in group["params"]
@@ -248,7 +242,7 @@ class Checkpoints:
         Collective.
         """
         self._run = run
-        run.whole.before_gather = self.serve_hooks
+        run.full_parameters.before_gather = self.serve_hooks
         if optimizers and self._is_sharded(self._trainer.strategy.checkpoint_io):
             warn_of_uploads(self._trainer)
         self.restore_parameters(run.store)
@@ -418,7 +412,7 @@ class Checkpoints:
         """The checkpoint with full tensors, on rank 0. Collective where it has shards."""
 
         def full(shards: LocalShards) -> Tensor:
-            tensor = shards.whole()
+            tensor = shards.full_tensor()
             return tensor.cpu() if self._trainer.is_global_zero else torch.empty(0)
 
         return map_tensors(checkpoint, LocalShards, full)
@@ -447,10 +441,10 @@ class Checkpoints:
         """
         if self._trainer.state.fn != TrainerFn.FITTING or "loops" not in checkpoint:
             return
-        own = rank_state(
+        local_state = rank_state(
             self._trainer, self._run_state if self._run is None else self._run.state_dict()
         )
-        states = all_gather_object(own, cpu_group("checkpoint states"))
+        states = all_gather_object(local_state, cpu_group("checkpoint states"))
         put_states(checkpoint, states, self._num_shares)
 
     def _is_sharded(self, checkpoint_io: Any) -> bool:
@@ -548,64 +542,3 @@ def _is_torchs(checkpoint_io: Any) -> bool:
 def _is_of_ending_job(path: str | Path) -> bool:
     """Whether SLURM is about to end the job, and the checkpoint is for the next one."""
     return str(path).rpartition("/")[2].startswith("hpc_ckpt_")
-
-
-def register_directory_loading() -> None:
-    """Wrap Lightning's readers, unless they are wrapped already: `load_from_checkpoint`'s, and
-    other strategies'.
-    """
-    find_last_at_urls()
-    readers: tuple[Any, ...] = (saving, torch_io)
-    for owner in readers:
-        if not hasattr(owner.pl_load, "__wrapped__"):
-            owner.pl_load = _reader(owner.pl_load, for_module=owner is saving)
-
-
-def _reader(own: Callable[..., Any], for_module: bool) -> Callable[..., Any]:
-    """`own`, that reads our directories as well, their tensors in memory.
-
-    Args:
-        for_module: optimizers' state may stay on disk, and whatever is read must be a module's
-            checkpoint.
-    """
-
-    @wraps(own)
-    def load(path: Any, map_location: Any = None, weights_only: bool | None = None) -> Any:
-        if not isinstance(path, str | Path):
-            return own(path, map_location, weights_only)
-        is_folder = for_module and not is_url(path) and local_path(path).is_dir()
-        if not is_folder and not is_checkpoint(path):
-            return _load_file(own, path, map_location, weights_only, for_module)
-        device = map_location if isinstance(map_location, str | torch.device) else "cpu"
-        checkpoint = open_checkpoint(path, weights_only)
-        kept = {
-            key: value
-            for key, value in checkpoint.items()
-            if not for_module or key != "optimizer_states"
-        }
-        return {
-            **checkpoint,
-            **map_tensors(kept, StoredTensor, lambda stored: stored.whole().to(device)),
-        }
-
-    return load
-
-
-def _load_file(
-    own: Callable[..., Any],
-    path: str | Path,
-    map_location: Any,
-    weights_only: bool | None,
-    for_module: bool,
-) -> Any:
-    """Read an ordinary file with Lightning's reader `own`; a node downloads one at a URL once."""
-    if is_url(path):
-        if str(path).startswith("http"):
-            return own(path, map_location, weights_only)
-        with local_file(str(path)) as file, reading(str(path)):
-            return own(file, map_location, weights_only)
-    place = local_path(path)
-    if not for_module or not place.exists():
-        return own(path, map_location, weights_only)
-    with reading(place):
-        return checked(own(path, map_location, weights_only), place)

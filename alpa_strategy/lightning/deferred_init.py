@@ -198,7 +198,7 @@ class DeferredInit:
             tensor = self._waiting.get(tensor, tensor)
         if self._recorder is None or not tensor.is_meta:
             return tensor.detach()
-        return self._recorder.whole(tensor.detach()).to(self._device)
+        return self._recorder.materialize(tensor.detach()).to(self._device)
 
     def _is_in_files(self, parameter: nn.Parameter) -> bool:
         """Whether a parameter's values are read from mapped files, at least in part."""
@@ -313,16 +313,16 @@ class DeferredInit:
 
     def _make_others(self, module: nn.Module) -> None:
         """Make buffers, and tensors that are plain attributes: these are full on every rank."""
-        made: dict[int, Tensor] = {}
+        full_tensors: dict[int, Tensor] = {}
         recorder = self._recorder
         assert recorder is not None
 
         def real(tensor: Tensor) -> Tensor:
             if isinstance(tensor, nn.Parameter) or not recorder.is_deferred(tensor):
                 return tensor
-            if id(tensor) not in made:
-                made[id(tensor)] = self._full(tensor)
-            return made[id(tensor)]
+            if id(tensor) not in full_tensors:
+                full_tensors[id(tensor)] = self._full(tensor)
+            return full_tensors[id(tensor)]
 
         for child in module.modules():
             # The dict of buffers is one of these attributes.

@@ -171,10 +171,10 @@ class ReplicaChecksum:
         digests = []
         for x in self._tensors():
             digests.append(nothing if x is None else digest(x).to(self._device))
-        own = torch.stack(digests)
-        found = own.new_empty(world_size(), len(own))
-        dist.all_gather(list(found), own)
-        unequal = found != found.gather(0, self._first)
+        local_digests = torch.stack(digests)
+        all_digests = local_digests.new_empty(world_size(), len(local_digests))
+        dist.all_gather(list(all_digests), local_digests)
+        unequal = all_digests != all_digests.gather(0, self._first)
         if not bool(unequal.any()):
             return
         columns = unequal.any(0).nonzero().flatten().tolist()
@@ -197,8 +197,8 @@ class ReplicaChecksum:
     def _tensors(self) -> Iterator[Tensor | None]:
         """What this rank has of each of `names`, None where it has none of it."""
         for parameter in self._store.parameters:
-            own = parameter.grad if self._of else parameter
-            yield own if self._store.holds(parameter) else None
+            tensor = parameter.grad if self._of else parameter
+            yield tensor if self._store.holds(parameter) else None
         yield from (attrgetter(name)(self._module) for name in self._buffers)
 
     def _place(self, parameter: nn.Parameter) -> str:
@@ -263,9 +263,9 @@ class GradientCheck:
         if any(any_rank(bad)):
             leaves = [x for x in pytree.tree_leaves(self.batch) if isinstance(x, Tensor)]
             bad_batch = any(bool(_is_bad(x)) for x in leaves)
-            found = all_gather_object((bad[0], _first(self._own), _first(summed), bad_batch))
+            seen_by_rank = all_gather_object((bad[0], _first(self._own), _first(summed), bad_batch))
             if self._was_finite:
-                rank_zero_warn(f"alpa: step {step}: {report(found, self._divided)}")
+                rank_zero_warn(f"alpa: step {step}: {report(seen_by_rank, self._divided)}")
             self._was_finite = False
         else:
             self._was_finite = True
@@ -275,47 +275,46 @@ class GradientCheck:
         self.batch = None
 
 
-def report(found: Sequence[Seen], divided: bool) -> str:
+def report(seen_by_rank: Sequence[Seen], divided: bool) -> str:
     """What the ranks have seen in a step in which something is not finite, as a sentence or two.
 
     Args:
         divided: one step of all ranks, which exchange values within it: one rank's fault may come
             to all of them.
     """
-    ranks = range(len(found))
-    losses = [rank for rank in ranks if found[rank][0]]
-    own = [rank for rank in ranks if found[rank][1]]
-    batches = [rank for rank in ranks if found[rank][3]]
-    where = "; ".join(f"rank {r}: first that of {found[r][1]}" for r in own[:4])
+    ranks = range(len(seen_by_rank))
+    losses = [rank for rank in ranks if seen_by_rank[rank][0]]
+    bad_ranks = [rank for rank in ranks if seen_by_rank[rank][1]]
+    batches = [rank for rank in ranks if seen_by_rank[rank][3]]
+    where = "; ".join(f"rank {r}: first that of {seen_by_rank[r][1]}" for r in bad_ranks[:4])
     lost = f"the loss is not finite on ranks {losses}; " if losses else ""
     rows = f" The batch of ranks {batches} holds values that are not finite." if batches else ""
-    if len(own) == len(found):
-        said = (
+    if len(bad_ranks) == len(seen_by_rank):
+        cause = (
             f"every rank's gradients are not finite ({where}): the training's own, as it would be"
             " on one device"
         )
-        said += (
+        cause += (
             ', or came with a value that the plan has the ranks exchange (capture="never" tells)'
             if divided
             else ""
         )
-    elif own:
-        said = (
-            f"gradients of ranks {own} alone are not finite before they are summed ({where}): these"
-            " ranks' rows, or a "
-            "device. Their rows in another rank's place tell: it is the rows where it moves with"
-            " them"
+    elif bad_ranks:
+        cause = (
+            f"gradients of ranks {bad_ranks} alone are not finite before they are summed ({where}):"
+            " these ranks' rows, or a device. Their rows in another rank's place tell: it is the"
+            " rows where it moves with them"
         )
     elif losses:
-        said = "all gradients of the ranks' own are finite"
+        cause = "all gradients of the ranks' own are finite"
     else:
-        name = next(each[2] for each in found if each[2] is not None)
-        said = (
+        name = next(seen[2] for seen in seen_by_rank if seen[2] is not None)
+        cause = (
             f"every rank's own gradients are finite, that of {name} is not once they are summed:"
             " the sum overflows, or "
             "a link or device computes wrongly"
         )
-    return lost + said + "." + rows
+    return lost + cause + "." + rows
 
 
 def _is_bad(x: Tensor) -> Tensor:

@@ -171,7 +171,7 @@ def _store(
     for new_mesh in (mesh, gradient_mesh):
         # NCCL may connect at the first call and block the host. A rank in an on-demand gather would
         # wait for it.
-        new_mesh.whole.all_reduce(torch.zeros((), device=job.device))
+        new_mesh.all_devices.all_reduce(torch.zeros((), device=job.device))
     replicas = Replicas(gradient_mesh, lambda numbers: all_reduce_max(numbers, group))
     return ParameterStore(module, parameters, plan.stages, [mesh], mesh, replicas=replicas)
 
@@ -188,10 +188,10 @@ class EagerRun(ShardedRun):
         AlpaError: parameters are sharded, and an optimizer or a callback cannot work on shards.
     """
 
-    def __init__(self, given: RunInputs, why: CaptureError, say: bool = True) -> None:
-        module = given.module
-        optimizers = given.optimizers
-        job = given.job
+    def __init__(self, inputs: RunInputs, why: CaptureError, say: bool = True) -> None:
+        module = inputs.module
+        optimizers = inputs.optimizers
+        job = inputs.job
         infos = [inspect_optimizer([optimizer]) for optimizer in optimizers]
         parameters = parameter_inputs(module, trains=bool(optimizers))
         limit = device_limit(job)
@@ -205,9 +205,9 @@ class EagerRun(ShardedRun):
                 _log_reason(why)
 
         info = joint_info(infos)
-        with tuned(job.device), given.sharding(module) as values:
+        with tuned(job.device), inputs.sharding(module) as values:
             store = _store(module, parameters, plan, job)
-            super().__init__(given, info, plan, store, limit, values)
+            super().__init__(inputs, info, plan, store, limit, values)
 
         if job.device.type == "cpu":
             self._adapted.callback(enforce_memory_plan(self, plan, limit, module, optimizers))
@@ -251,7 +251,7 @@ class EagerRun(ShardedRun):
         keeps = not any(parameter_plan.uses_shards for parameter_plan in parameter_plans)
         has_room = self.no_headroom_for_evaluation() is None
         self.on_use = EagerFullyShard(self.module, store, cpu_group("rounds"), keeps, has_room)
-        self.whole.on_use.append(self.on_use)
+        self.full_parameters.on_use.append(self.on_use)
 
     def _checkpoint_activations(self, limit: float) -> None:
         """Checkpoint the activations of the modules that the user named, or of those that have to.
@@ -365,7 +365,9 @@ def _check_pruning(module: Any, plan: Plan) -> None:
         SetupError: it is used and parameters are sharded.
     """
     parameter_plans = plan.stages[0].parameter_plans.values()
-    if not _is_pruned(module) or all(each.is_unsharded for each in parameter_plans):
+    if not _is_pruned(module) or all(
+        parameter_plan.is_unsharded for parameter_plan in parameter_plans
+    ):
         return
 
     raise SetupError(

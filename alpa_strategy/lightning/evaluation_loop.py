@@ -91,8 +91,8 @@ class EvaluationLoop:
         if any_rank([any(buffer._version != version for buffer, version in self._buffers)])[0]:
             broadcast_tensors(self._trainer.lightning_module.buffers())
 
-    def _meet(self, own: int | None) -> None:
-        """This rank is done with a loader; its next one is `own`."""
+    def _meet(self, next_loader: int | None) -> None:
+        """This rank is done with a loader; its next one is `next_loader`."""
         # Whether anything of it is reduced when a loader ends.
         logged = (self._trainer._results or {}).values()
         needed = any(
@@ -100,7 +100,7 @@ class EvaluationLoop:
             for x in logged
         )
         if self._apart is None:
-            following, needs = zip(*all_gather_object((own, needed)), strict=True)
+            following, needs = zip(*all_gather_object((next_loader, needed)), strict=True)
             if len(set(following)) > 1:
                 missed = min(loader for loader in following if loader is not None)
                 ranks = [rank for rank, loader in enumerate(following) if loader != missed]
@@ -124,9 +124,9 @@ def _reduce_logs(trainer: Any) -> None:
     results = trainer._results
     if results is None:
         return
-    own = {key: item for key, item in results.valid_items() if _is_left_alone(item)}
-    for key in sorted(set.intersection(*map(set, all_gather_object(list(own))))):
-        item = own[key]
+    items = {key: item for key, item in results.valid_items() if _is_left_alone(item)}
+    for key in sorted(set.intersection(*map(set, all_gather_object(list(items))))):
+        item = items[key]
         # Not `item.meta.sync.should = True`: Lightning would refuse the same `self.log` in the next
         # epoch. A mean is the sum of values times rows, over the rows: ranks with fewer rows weigh
         # less.

@@ -281,13 +281,13 @@ _NOT_PARAMETERS = {
 
 
 def unshard_for_hooks(
-    module: LightningModule, whole: FullParameters, fits: Callable[[bool], str | None]
+    module: LightningModule, full_parameters: FullParameters, fits: Callable[[bool], str | None]
 ) -> AbstractContextManager[None]:
     """Return a context of a running training, in which hooks that read parameters see full ones.
 
     Args:
         module: the training's module.
-        whole: its full parameters.
+        full_parameters: its full parameters.
         fits: returns None if full parameters (with argument True: and gradients) fit into memory in
             addition to the training, else the reason.
 
@@ -308,7 +308,7 @@ def unshard_for_hooks(
         )
 
     patches: list[Any] = [
-        (owner, name, _with_full_parameters(owner, name, whole)) for owner, name in hooks
+        (owner, name, _with_full_parameters(owner, name, full_parameters)) for owner, name in hooks
     ]
     for optimizer in module.trainer.optimizers:
         registries = (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks)
@@ -317,31 +317,35 @@ def unshard_for_hooks(
             if not readers or not _gets_full(optimizer, "optimizer_step", fits):
                 continue
             for number, hook in readers.items():
-                patches.append((registry, number, whole.entered(with_gradients=True)(hook)))
+                patches.append(
+                    (registry, number, full_parameters.entered(with_gradients=True)(hook))
+                )
     return patched(patches)
 
 
-def _with_full_parameters(owner: Any, name: str, whole: FullParameters) -> Callable[..., Any]:
+def _with_full_parameters(
+    owner: Any, name: str, full_parameters: FullParameters
+) -> Callable[..., Any]:
     """Return the hook `name` of `owner`, to be called with full parameters."""
     hook = getattr(owner, name)
     # The hook may call its closure, which runs the step and its backward on shards.
     if name == "optimizer_step":
-        hook = partial(_with_closure, hook, whole)
+        hook = partial(_with_closure, hook, full_parameters)
 
     sees_gradients = name in _GRADIENT_HOOKS or "grad" in names_in([(owner, name)])
     awaits_backward = name in ("on_before_backward", "on_before_zero_grad")
-    return whole.entered(sees_gradients, awaits_backward)(hook)
+    return full_parameters.entered(sees_gradients, awaits_backward)(hook)
 
 
 def _with_closure(
-    hook: Callable[..., Any], whole: FullParameters, *args: Any, **kwargs: Any
+    hook: Callable[..., Any], full_parameters: FullParameters, *args: Any, **kwargs: Any
 ) -> Any:
     """Call an `optimizer_step`, whose closure (the last argument) runs on shards."""
     *others, closure = args
 
     @wraps(closure)
     def closure_on_shards() -> Any:
-        with whole.suspended(is_stepping=True):
+        with full_parameters.suspended(is_stepping=True):
             return closure()
 
     return hook(*others, closure_on_shards, **kwargs)
@@ -416,7 +420,7 @@ def _reads_parameters(hook: Callable[..., Any], module: nn.Module) -> bool:
 # Clipping over shards
 
 
-def use_whole_norms(plugin: Any, whole: FullParameters) -> AbstractContextManager[None]:
+def use_whole_norms(plugin: Any, full_parameters: FullParameters) -> AbstractContextManager[None]:
     """Return a context in which `plugin` clips by the norm of the full gradients.
 
     If it scales gradients, the ranks reach consensus on overflow. A user's own plugin works as
@@ -426,10 +430,10 @@ def use_whole_norms(plugin: Any, whole: FullParameters) -> AbstractContextManage
     def clip(optimizer: Optimizer, clip_val: float) -> None:
         parameters = plugin.main_params(optimizer)
         # A hook with full gradients clips them itself.
-        if whole.is_entered:
+        if full_parameters.is_entered:
             torch.nn.utils.clip_grad_norm_(parameters, clip_val)
         else:
-            clip_by_norm(whole.store, float(clip_val), parameters)
+            clip_by_norm(full_parameters.store, float(clip_val), parameters)
 
     patches: list[tuple[Any, str, Any]] = [(plugin, "clip_grad_by_norm", clip)]
     scaler = getattr(plugin, "scaler", None)
@@ -516,7 +520,7 @@ def gradient_norm(
 
     local_norms = torch.stack(norms)
     if math.isinf(norm_type):
-        return store.mesh.whole.all_reduce(local_norms.amax(), "max")
+        return store.mesh.all_devices.all_reduce(local_norms.amax(), "max")
 
-    total = store.mesh.whole.all_reduce(local_norms.pow(norm_type).sum())
+    total = store.mesh.all_devices.all_reduce(local_norms.pow(norm_type).sum())
     return total.pow(1 / norm_type)

@@ -20,7 +20,7 @@ from lightning.fabric import Fabric
 from alpa_strategy.errors import SetupError
 from alpa_strategy.lightning.parallel_job import ParallelJob
 
-NAME = "alpa"
+NAMES = ("alpa", "alpa_notebook")
 OTHER_PACKAGE = "pytorch_lightning"
 
 
@@ -77,7 +77,7 @@ def refuse_alpa(kind: type, error: Callable[[], Exception]) -> None:
 
 def _is_alpa(strategy: Any) -> bool:
     """Return whether the argument `strategy` of a Trainer selects ours."""
-    is_name = isinstance(strategy, str) and strategy.lower() == NAME
+    is_name = isinstance(strategy, str) and strategy.lower() in NAMES
     return is_name or isinstance(strategy, ParallelJob)
 
 

@@ -96,6 +96,7 @@ def memory_note(plan: Plan | None, rank: int, memory: DeviceMemory) -> str:
 
 
 def _there(memory: DeviceMemory) -> str:
+    """Return the bytes of a device as text."""
     words = [
         f"{format_bytes(memory.total)} on the device",
         f"{format_bytes(memory.used)} used by this process",
@@ -152,6 +153,7 @@ def _changes_of_plan(plan: Plan, parts: Counter[str]) -> list[str]:
 
 
 def _on_host(stage: StagePlan) -> bool:
+    """Whether parameters of a stage are stored in host memory."""
     return any(plan.on_host for plan in stage.parameter_plans.values())
 
 

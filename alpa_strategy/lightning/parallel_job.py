@@ -21,7 +21,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from functools import partial
 from types import FrameType
@@ -30,6 +30,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
+from lightning.fabric.utilities import imports
 from lightning.fabric.utilities.distributed import _init_dist_connection, _set_num_threads_if_needed
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.strategies.ddp import DDPStrategy
@@ -40,8 +41,12 @@ from typing_extensions import override
 from alpa_strategy.capture.python_state import patched
 from alpa_strategy.checkpoint.names import discard_unfinished
 from alpa_strategy.comm.collectives import Background, all_gather_object, any_rank, check_groups
-from alpa_strategy.comm.failure import FailureWatch, fresh_store, job_store
-from alpa_strategy.errors import AlpaError, RuntimeMismatchError
+from alpa_strategy.comm.failure import FailureWatch, exit_text, fresh_store, job_store
+from alpa_strategy.errors import AlpaError, OptionError, RuntimeMismatchError
+from alpa_strategy.lightning.notebook import NotebookLauncher, interactive_error
+
+# `popen`: the script runs once more for each device. `fork`: the process is copied, for notebooks.
+START_METHODS = ("popen", "fork")
 
 CHILD_POLL_SECONDS = 0.5
 
@@ -127,7 +132,7 @@ def watch_children(
 
     for rank, (child, code) in enumerate(zip(children, codes, strict=True), start=first_rank):
         if code is not None and code != 0:
-            text = f"\nalpa: rank {rank} (process {child.pid}) {_exit_text(code)}"
+            text = f"\nalpa: rank {rank} (process {child.pid}) {exit_text(code)}"
             print(text, file=sys.stderr, flush=True)
     if was_killed and ending.wait(REPORT_SECONDS):
         return
@@ -146,19 +151,6 @@ def watch_children(
 def _poll(children: Sequence[subprocess.Popen]) -> list[int | None]:
     """Return the exit codes of processes; None for those that run."""
     return [child.poll() for child in children]
-
-
-def _exit_text(code: int) -> str:
-    """Return a text for the exit code of a lost process; it is negative if a signal ended it."""
-    if code > 0:
-        return f"ended with exit code {code}"
-
-    name = f"signal {-code}"
-    # Some signals have no name.
-    with suppress(ValueError):
-        name = signal.Signals(-code).name
-    reason = "; out of memory is a common reason" if -code == signal.SIGKILL else ""
-    return f"was ended by {name}{reason}"
 
 
 def _load_step_module() -> None:
@@ -202,10 +194,19 @@ class ParallelJob(DDPStrategy):
 
     Args:
         timeout_seconds: timeout of the process group's collectives.
+        start_method: one of START_METHODS.
         arguments: the arguments that the Trainer gives to every strategy.
+
+    Raises:
+        OptionError: there is no such start method.
     """
 
-    def __init__(self, timeout_seconds: float, **arguments: Any) -> None:
+    def __init__(self, timeout_seconds: float, start_method: str, **arguments: Any) -> None:
+        if start_method not in START_METHODS:
+            raise OptionError(
+                f"start_method is {start_method!r}", f"use {' or '.join(map(repr, START_METHODS))}"
+            )
+        arguments["start_method"] = start_method
         super().__init__(timeout=timedelta(seconds=timeout_seconds), **arguments)
         self.interrupted = False
         self._watch: FailureWatch | None = None
@@ -222,7 +223,13 @@ class ParallelJob(DDPStrategy):
         # Without a launcher, a single process works in a notebook, too.
         if self.num_processes * self.num_nodes == 1:
             return
-        if not self.cluster_environment.creates_processes_externally:
+        if self.cluster_environment.creates_processes_externally:
+            return
+        if self._start_method == "fork":
+            self._launcher = NotebookLauncher(self)
+        elif imports._IS_INTERACTIVE:
+            raise interactive_error()
+        else:
             self._launcher = Launcher(self.cluster_environment, self.num_processes, self.num_nodes)
 
     @override
@@ -307,6 +314,9 @@ class ParallelJob(DDPStrategy):
 
     def tell_others(self, exception: BaseException) -> None:
         """Publish the `exception` with which this rank fails, so that the others end as well."""
+        # The notebook ends the other workers, and shows the exception.
+        if self._start_method == "fork":
+            return
         if isinstance(exception, AlpaError):
             _report_once(exception, self.global_rank)
         if self._watch is not None and not isinstance(exception, KeyboardInterrupt):

@@ -472,7 +472,7 @@ def _check_computes(plan: Plan, step: StepGraph, job: Job) -> None:
     if not plan.is_pipelined:
         return check_plan(plan, step, num_devices)
     micro = microbatch(step, plan.num_microbatches, num_devices)
-    return check_plan(plan, micro.graph, num_devices, micro.given)
+    return check_plan(plan, micro.graph, num_devices, micro.from_prologue)
 
 
 def check_optimizer(optimizer: OptimizerInfo, stages: tuple[StagePlan, ...]) -> None:

@@ -73,9 +73,16 @@ class StepConsensus:
             return index is not None
         if key not in self._digests:
             self._digests[key] = _digest(key)
-        own = self._digests[key], -1 if index is None else _digest((index, numbers))
+        local_digests = self._digests[key], -1 if index is None else _digest((index, numbers))
         largest = all_reduce_max(
-            [own[0], -own[0], own[1], -own[1], int(buffers_changed)], self._group
+            [
+                local_digests[0],
+                -local_digests[0],
+                local_digests[1],
+                -local_digests[1],
+                int(buffers_changed),
+            ],
+            self._group,
         )
         self.buffers_changed = bool(largest[4])
         if largest[0] != -largest[1]:

@@ -97,9 +97,9 @@ class Run(ShardedRun):
     _placed: PlanRuntime
 
     def __init__(
-        self, given: RunInputs, batch: Any, batch_idx: int, resumed: Mapping[str, Any] | None
+        self, inputs: RunInputs, batch: Any, batch_idx: int, resumed: Mapping[str, Any] | None
     ) -> None:
-        module, job = given.module, given.job
+        module, job = inputs.module, inputs.job
         seed = broadcast_object(torch.initial_seed())
         timeout = job.limits.plan_timeout_seconds
         rank_zero = RankZero(timeout)
@@ -109,9 +109,9 @@ class Run(ShardedRun):
         if replica is not None:
             seed += replica.index
             self._rank_zero = RankZero(timeout, replica.group)
-        self._to_fuse = given.optimizers if job.compile is not None else ()
+        self._to_fuse = inputs.optimizers if job.compile is not None else ()
         with fused(self._to_fuse):
-            info = inspect_optimizer(given.optimizers, module)
+            info = inspect_optimizer(inputs.optimizers, module)
         step = capture(module, batch, batch_idx, job)
         if replica is not None and len(set(all_gather_object(step.parameter_digest))) > 1:
             raise RuntimeMismatchError(
@@ -124,19 +124,21 @@ class Run(ShardedRun):
         check_optimizer(info, plan.stages)
         limit = job.options.usable_bytes(self._cluster.device.memory_bytes)
         buffers = _equal_buffers(step) if replica is None else ()
-        with tuned(job.device), given.sharding(module) as values, job.progress("lower"):
+        with tuned(job.device), inputs.sharding(module) as values, job.progress("lower"):
             devices = (job.device, self._cluster, seed, self._loss_scale)
             self._placed = PlanRuntime(
                 module, step.parameters, plan, *devices, job.backend, job.compile, replica
             )
-            super().__init__(given, info, plan, self._placed.store, limit, values, buffers)
+            super().__init__(inputs, info, plan, self._placed.store, limit, values, buffers)
             # Else the resumed run's first batch.
             if plan.fingerprint.batch == step.batch_digest:
                 job.plans.planned_batch = batch_shapes(step)
             program = self._program(step)
         self._rate_step(step)
         if job.device.type == "cpu":
-            self._adapted.callback(enforce_memory_plan(self, plan, limit, module, given.optimizers))
+            self._adapted.callback(
+                enforce_memory_plan(self, plan, limit, module, inputs.optimizers)
+            )
         self._same = StepConsensus(rank_zero, job.group)
         self._same_batch = SameBatchCheck(job.group)
         # By what kind of batch they are for, those used last at the end; of a kind, those captured
@@ -193,8 +195,8 @@ class Run(ShardedRun):
         if self._follows_buffers:
             self._buffer_versions = _versions(self.module)
         # A validation may have set another (`self.phase = "train"`).
-        for each in step.stored:
-            each.namespace[each.name] = each.value
+        for stored in step.stored:
+            stored.namespace[stored.name] = stored.value
         # The default dtype and autocast under which the user's step would have logged.
         with self._job.log_context():
             step_effects.update_metrics_and_log(
@@ -308,7 +310,12 @@ class Run(ShardedRun):
                 self.module, batch, batch_idx, self._job, self._changing_numbers(known, batch)
             )
         program = next(
-            (each.program for each in known if each.step.graph_digest == step.graph_digest), None
+            (
+                earlier.program
+                for earlier in known
+                if earlier.step.graph_digest == step.graph_digest
+            ),
+            None,
         )
         if program is None:
             program = self._program(step)
@@ -387,10 +394,10 @@ class Run(ShardedRun):
 
     def _changing_numbers(self, known: Sequence[CapturedStep], batch: Any) -> tuple[Place, ...]:
         """The numbers that have changed so far, and are the same on all ranks. Collective."""
-        found = {place for place in self._numbers if place.leaf is None}
+        changing = {place for place in self._numbers if place.leaf is None}
         for last in known[-1:]:
-            found |= {*last.step.numbers, *changed_numbers(last.step, self.module, batch)}
-        places = sorted(found, key=str)
+            changing |= {*last.step.numbers, *changed_numbers(last.step, self.module, batch)}
+        places = sorted(changing, key=str)
         values = numbers_now(places, self.module, batch)
         values_of_ranks = all_gather_object(values, self._job.group)
         numbers = []

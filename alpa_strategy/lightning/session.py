@@ -232,8 +232,8 @@ class Session:
         except CaptureError as error:
             is_final = self.run.plan.is_eager or not self._make_job().may_run_eagerly
             if is_final or self._stays_sharded():
-                if isinstance(error, FailedCheckError) and error.own is not None:
-                    raise error.own from error
+                if isinstance(error, FailedCheckError) and error.local_error is not None:
+                    raise error.local_error from error
                 raise
             self._reason = error
 
@@ -289,7 +289,7 @@ class Session:
         with self.run.in_step():
             yield
             self.run.end_of_backward()
-        self.run.whole.end_of_backward()
+        self.run.full_parameters.end_of_backward()
         self.run.finish_backward()
         self.run.check_gradients()
 
@@ -378,7 +378,7 @@ class Session:
 
     def as_training_holds_it(self) -> AbstractContextManager[Any]:
         """Return a context with sharded parameters, within hooks that see full ones as well."""
-        return nullcontext() if self.run is None else self.run.whole.suspended()
+        return nullcontext() if self.run is None else self.run.full_parameters.suspended()
 
     def explain(self, error: BaseException) -> None:
         """Add a note to an error of memory, and to one about shapes if parameters are sharded."""
@@ -388,7 +388,11 @@ class Session:
             return
         if not isinstance(error, RuntimeError | ValueError | IndexError):
             return
-        if self.run is None or self.run.whole.is_active or not self.run.store.sharded_parameters:
+        if (
+            self.run is None
+            or self.run.full_parameters.is_active
+            or not self.run.store.sharded_parameters
+        ):
             return
 
         if _SHAPES.search(str(error)):

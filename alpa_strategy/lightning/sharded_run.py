@@ -43,6 +43,7 @@ from alpa_strategy.runtime.owner_step import OwnerStep
 from alpa_strategy.runtime.parameters import ParameterStore, unsharded_store
 from alpa_strategy.runtime.step_by_bucket import StepByBucket, can_step_in_parts
 from alpa_strategy.units import format_bytes
+from alpa_strategy.urls import is_url
 
 
 @dataclass(frozen=True)
@@ -89,7 +90,7 @@ class ShardedRun(ABC):
 
     def __init__(
         self,
-        given: RunInputs,
+        inputs: RunInputs,
         optimizer_info: OptimizerInfo,
         plan: Plan,
         store: ParameterStore,
@@ -97,7 +98,7 @@ class ShardedRun(ABC):
         values: Callable[[Tensor], Tensor],
         buffers: Sequence[BufferInput] = (),
     ) -> None:
-        module, optimizers, job = given.module, given.optimizers, given.job
+        module, optimizers, job = inputs.module, inputs.optimizers, inputs.job
         self.module = module
         self.optimizers = optimizers
         self.plan = plan
@@ -116,7 +117,7 @@ class ShardedRun(ABC):
         self._owner_steps = [OwnerStep(optimizer, store.sharded) for optimizer in optimizers]
         for optimizer in optimizers:
             shard_state(optimizer, store, values)
-        self.whole = FullParameters(store)
+        self.full_parameters = FullParameters(store)
         # Gathers parameters on use, in eager steps.
         self.on_use: EagerFullyShard | None = None
         self._evaluates: EagerFullyShard | None = None
@@ -142,7 +143,7 @@ class ShardedRun(ABC):
         self._adapted = ExitStack()
         # As under DDP, gradients outside of steps are not reduced.
         self._adapted.enter_context(store.listening(False))
-        self._by_bucket = [StepByBucket(each) for each in optimizers]
+        self._by_bucket = [StepByBucket(optimizer) for optimizer in optimizers]
         # Calls of submodules, recorded for the next run.
         self.calls: Sequence[Call] | None = None
         # The group with which `reduce` exchanges values of the current step.
@@ -170,7 +171,7 @@ class ShardedRun(ABC):
         return {
             **streams,
             "plan": plan,
-            "plans": [each for each in plans if each != plan],
+            "plans": [other for other in plans if other != plan],
             "planned_batch": self._job.plans.planned_batch,
         }
 
@@ -181,10 +182,10 @@ class ShardedRun(ABC):
 
     @property
     def plan_path(self) -> Path:
-        """Local path of the plan's file, or where it would be stored."""
+        """Path of the plan's file, or where it would be stored on this machine."""
         plan_file = self._job.plan_file
-        if isinstance(plan_file, Path):
-            return plan_file
+        if plan_file is not None and not is_url(plan_file):
+            return Path(plan_file)
         return PlanStore(self._job.plan_folder).path(self.plan.fingerprint)
 
     def changed_parameters(self) -> str | None:
@@ -217,10 +218,10 @@ class ShardedRun(ABC):
         """
         trainer, plugin = self._trainer, self._trainer.precision_plugin
         is_one = self.module.automatic_optimization and len(self.optimizers) == 1 and self.syncs
-        looks = self._gradient_check, trainer.gradient_clip_val, getattr(plugin, "scaler", None)
+        readers = self._gradient_check, trainer.gradient_clip_val, getattr(plugin, "scaler", None)
         is_known = type(plugin).__module__.startswith(("lightning.", "alpa_strategy."))
         if not (is_one and is_known and self._optimizer_info.element_wise) or any(
-            each is not None for each in looks
+            reader is not None for reader in readers
         ):
             return None
         if has_own_hooks(self.module, self._trainer, UPDATE_HOOKS):
@@ -275,8 +276,8 @@ class ShardedRun(ABC):
 
         With parameters that are gathered on use, other ranks may still need some first.
         """
-        for each in self.whole.on_use:
-            each.meet()
+        for fully_shard in self.full_parameters.on_use:
+            fully_shard.meet()
 
     def end_of_backward(self) -> None:
         """Serve parameters to ranks whose backward still runs, within `in_step`."""
@@ -290,12 +291,12 @@ class ShardedRun(ABC):
             self.end_of_backward()
             self.finish_backward()
             self.check_gradients()
-        return self.whole.suspended(True)
+        return self.full_parameters.suspended(True)
 
     def stepped(self) -> None:
         """Finish an optimizer's step. Collective at the steps at which replicas are compared."""
-        for each in self._by_bucket:
-            each.end()
+        for by_bucket in self._by_bucket:
+            by_bucket.end()
         self.store.after_optimizer_step()
         if self.on_use is not None:
             self.on_use.drop()
@@ -351,11 +352,11 @@ class ShardedRun(ABC):
             return
         if any_rank([self.no_headroom_for_evaluation() is not None])[0]:
             self._evaluates = EagerFullyShard(self.module, self.store, cpu_group("evaluation"))
-            self.whole.on_use.append(self._evaluates)
+            self.full_parameters.on_use.append(self._evaluates)
             self._evaluation.callback(self._evaluates.remove)
             self._evaluation.enter_context(self._evaluates.in_use())
         else:
-            self._evaluation.enter_context(self.whole.entered())
+            self._evaluation.enter_context(self.full_parameters.entered())
 
     def evaluation_step(self, args: tuple[Any, ...], eager_step: Callable[[], Any]) -> Any:
         """Return the result of `eager_step`, an evaluation step on this rank's batch.
@@ -379,7 +380,7 @@ class ShardedRun(ABC):
         self.metrics.make_local()
         on_use, self._evaluates = self._evaluates, None
         if on_use is not None:
-            self.whole.on_use.remove(on_use)
+            self.full_parameters.on_use.remove(on_use)
             on_use.on_demand.finish(for_good=True)
         self._evaluation.close()
 
@@ -391,12 +392,13 @@ class ShardedRun(ABC):
 
         None if they fit.
         """
-        whole = self.store.full_bytes(self.store.parameters)
+        full_bytes = self.store.full_bytes(self.store.parameters)
         here = [p for p in self.store.parameters if not self.store.is_on_host(p)]
         parts = sum(p.nbytes for p in here)
         state = sum(p.numel() for p in here) * self._optimizer_info.state_bytes
         return self._against(
-            "they and what training keeps", 2 * parts + state + whole * (2 if with_gradients else 1)
+            "they and what training keeps",
+            2 * parts + state + full_bytes * (2 if with_gradients else 1),
         )
 
     def no_headroom_for_evaluation(self) -> str | None:
@@ -406,28 +408,34 @@ class ShardedRun(ABC):
 
     def no_headroom_for_full_module(self) -> str | None:
         """Return why the full module and optimizer state do not fit; None if they fit."""
-        whole = self.store.full_bytes(self.store.parameters)
+        full_bytes = self.store.full_bytes(self.store.parameters)
         trained = sum(
             self.store.full_shape(p).numel() for p in self.store.parameters if p.requires_grad
         )
         state = trained * self._optimizer_info.state_bytes
-        return self._against("whole parameters and optimizer state", whole + state)
+        return self._against("whole parameters and optimizer state", full_bytes + state)
 
-    def _against(self, what: str, needed: float) -> str | None:
+    def _against(self, subject: str, needed: float) -> str | None:
         """Return a sentence if `needed` bytes exceed a device's memory, else None."""
         if needed <= self.memory_limit:
             return None
-        return f"{what} need {format_bytes(needed)} per device of {format_bytes(self.memory_limit)}"
+        return (
+            f"{subject} need {format_bytes(needed)} per device of {format_bytes(self.memory_limit)}"
+        )
 
     # Hooks of the Trainer, and the end of the run
 
     def adapt_trainer(self, trainer: Any) -> None:
         """Let hooks see full parameters and gradients, and the plugin clip by full norms."""
         if self.store.sharded_parameters or not self.plan.is_eager:
-            self._adapted.enter_context(use_whole_norms(trainer.precision_plugin, self.whole))
+            self._adapted.enter_context(
+                use_whole_norms(trainer.precision_plugin, self.full_parameters)
+            )
         if self.store.sharded_parameters:
             self._adapted.enter_context(
-                unshard_for_hooks(self.module, self.whole, self.no_headroom_for_full_parameters)
+                unshard_for_hooks(
+                    self.module, self.full_parameters, self.no_headroom_for_full_parameters
+                )
             )
 
     def release(self) -> None:
@@ -437,13 +445,13 @@ class ShardedRun(ABC):
             unshard_state(optimizer, self.store)
         self.store.unshard()
         # Hooks of a step that is running see parameters through this store.
-        self.whole.store = unsharded_store()
+        self.full_parameters.store = unsharded_store()
 
     def close(self) -> None:
         """Restore the hooks. No communication."""
         self._adapted.close()
-        for each in self.store.of_stage.values():
-            each.unwatch()
+        for mesh_parameters in self.store.of_stage.values():
+            mesh_parameters.unwatch()
         for owner_step in self._owner_steps:
             owner_step.remove()
         if self.on_use is not None:

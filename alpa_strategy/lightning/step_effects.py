@@ -206,33 +206,33 @@ class MetricStates:
     def make_global(self, metric: nn.Module) -> None:
         """Let the state stand for all ranks' rows, as a captured step updates it."""
         changed = [
-            each
-            for each in metric.modules()
-            if isinstance(each, Metric) and id(each) not in self._global
+            member
+            for member in metric.modules()
+            if isinstance(member, Metric) and id(member) not in self._global
         ]
         if changed and isinstance(metric, MetricCollection):
             # Metrics that share one state (compute groups) get one each.
             metric.values()
-        for each in changed:
-            self._global[id(each)] = each, each.sync_on_compute, each.process_group
-            if each.sync_on_compute and each.update_called and world_size(self._group) > 1:
-                each.process_group = self._group or each.process_group
-                _keep_synced(each)
+        for member in changed:
+            self._global[id(member)] = member, member.sync_on_compute, member.process_group
+            if member.sync_on_compute and member.update_called and world_size(self._group) > 1:
+                member.process_group = self._group or member.process_group
+                _keep_synced(member)
             if self.replica is None or self.replica.across.size == 1:
-                _set_sync(each, False)
+                _set_sync(member, False)
             else:
-                each.process_group = self.replica.across.group
+                member.process_group = self.replica.across.group
 
     def make_local(self) -> None:
         """Let the states stand for each rank's own rows again; their sum over the ranks stays the
         same.
         """
         num_ranks, rank = world_size(self._group), rank_in(self._group)
-        for each, sync, group in self._global.values():
-            _set_sync(each, sync)
-            each.process_group = group
+        for metric, sync, group in self._global.values():
+            _set_sync(metric, sync)
+            metric.process_group = group
             if num_ranks > 1 and sync:
-                _keep_part(each, num_ranks, rank)
+                _keep_part(metric, num_ranks, rank)
         self._global.clear()
 
 

@@ -36,7 +36,7 @@ from alpa_strategy.profiling.recorder import Recorder, clock_offset, gather_reco
 from alpa_strategy.profiling.summary import profiled_steps
 from alpa_strategy.profiling.waiting import RankRecord, mark_waiting
 from alpa_strategy.runtime.step_by_bucket import StepByBucket
-from alpa_strategy.urls import is_url, local_path
+from alpa_strategy.urls import is_url
 
 if TYPE_CHECKING:
     from alpa_strategy.lightning.sharded_run import ShardedRun
@@ -238,7 +238,7 @@ class StepProfile:
         folder = trainer.log_dir
         if folder is None or is_url(folder):
             return local_folder(trainer)
-        return local_path(folder)
+        return Path(folder)
 
 
 def step_name(module: nn.Module) -> str:

@@ -63,10 +63,9 @@ class SubmoduleRun(ShardedRun):
     _placed: PlanRuntime
 
     def __init__(
-        self, given: RunInputs, why: CaptureError, recorded: Sequence[Call] | None
+        self, inputs: RunInputs, why: CaptureError, recorded: Sequence[Call] | None
     ) -> None:
-        module = given.module
-        job = given.job
+        module, job = inputs.module, inputs.job
         assert job.submodules is not None
         num_replicas, options = job.submodules
         # Whether each rank loads samples of its own.
@@ -75,11 +74,13 @@ class SubmoduleRun(ShardedRun):
         limit = device_limit(job)
         seed = broadcast_object(torch.initial_seed()) + replica.index
         job = replace(job, replica=replica, options=replace(options, memory_limit=limit))
-
-        infos = [inspect_optimizer([optimizer], module) for optimizer in given.optimizers]
+        inputs = replace(inputs, job=job)
+        infos = [inspect_optimizer([optimizer], module) for optimizer in inputs.optimizers]
         info = joint_info(infos)
-        inputs = {each.name: each for each in parameter_inputs(module, trains=True)}
-        plan = plan_eager([*inputs.values()], job.options, infos, job.step_devices, limit, why)
+        parameters = {
+            parameter.name: parameter for parameter in parameter_inputs(module, trains=True)
+        }
+        plan = plan_eager([*parameters.values()], job.options, infos, job.step_devices, limit, why)
 
         calls: list[Call] = []
         cluster = None
@@ -87,20 +88,20 @@ class SubmoduleRun(ShardedRun):
             graph, calls = _captured(module, recorded, job, why)
             cluster = job_cluster(job)
             names = {name for parameter in graph.parameters for name in parameter.names}
-            others = [parameter for name, parameter in inputs.items() if name not in names]
+            others = [parameter for name, parameter in parameters.items() if name not in names]
             plan_of_others = plan_eager(others, job.options, infos, job.step_devices, limit, why)
             free_bytes = limit - plan_of_others.predicted.peak_bytes
             job_of_calls = _job_of_calls(job, options, names, free_bytes)
             rank_zero = RankZero(job.limits.plan_timeout_seconds)
             plan_of_calls = find_or_make_plan(graph, job_of_calls, cluster, info, rank_zero)
             plan = _combined(plan, plan_of_calls)
-            inputs |= {parameter.name: parameter for parameter in graph.parameters}
+            parameters |= {parameter.name: parameter for parameter in graph.parameters}
 
         check_optimizer(info, plan.stages)
-        with tuned(job.device), given.sharding(module) as values:
+        with tuned(job.device), inputs.sharding(module) as values:
             self._placed = PlanRuntime(
                 module,
-                [*inputs.values()],
+                [*parameters.values()],
                 plan,
                 job.device,
                 cluster,
@@ -110,7 +111,7 @@ class SubmoduleRun(ShardedRun):
                 job.compile,
                 replica,
             )
-            super().__init__(replace(given, job=job), info, plan, self._placed.store, limit, values)
+            super().__init__(inputs, info, plan, self._placed.store, limit, values)
 
         self._metrics = [metric for _, metric in outermost_metrics(module)]
         # The user's code between the programs.
@@ -159,7 +160,7 @@ class SubmoduleRun(ShardedRun):
 
         Collective.
         """
-        axis = self.store.mesh.whole
+        axis = self.store.mesh.all_devices
         if axis.size == 1:
             return batch
         set_random_state(all_gather_object(random_state(), self._replica.group)[0])
@@ -203,7 +204,7 @@ class SubmoduleRun(ShardedRun):
         # nothing.
         if not self.module.automatic_optimization:
             self.finish_backward()
-        with self.whole.suspended(True), self._sharded_access():
+        with self.full_parameters.suspended(True), self._sharded_access():
             yield
 
     @override
@@ -311,36 +312,36 @@ class Program:
         self._output = call.output
         self._program = runtime.training_program(call.step, plan)
         self._device = runtime.store.device.type
-        self._key = shape_key(call.given)
-        self._trained = _trained(call.given)
+        self._key = shape_key(call.inputs)
+        self._trained = _trained(call.inputs)
         self._hooks = hooks_in(runtime.module.get_submodule(call.path))
         # Stand for the inputs of earlier calls in the graph.
         self._before = [None] * call.first
 
-    def serves(self, given: Any) -> bool:
+    def serves(self, inputs: Any) -> bool:
         """Whether it can compute the forward for inputs (args, kwargs), with the submodule's state
         now.
         """
-        if shape_key(given) != self._key or any(self._hooks):
+        if shape_key(inputs) != self._key or any(self._hooks):
             return False
-        if not _trained(given) <= self._trained:
+        if not _trained(inputs) <= self._trained:
             return False
 
         is_same = changed_value(self._step.attributes) is None
-        return is_same and leaves_hold(self._step.leaves, [self._before, given])
+        return is_same and leaves_hold(self._step.leaves, [self._before, inputs])
 
-    def __call__(self, given: Any) -> Any:
+    def __call__(self, inputs: Any) -> Any:
         """Return the submodule's output for the inputs (args, kwargs)."""
         with torch._C.DisableTorchFunction(), torch.autocast(self._device, enabled=False):
-            batch = pytree.tree_map_only(Tensor, Tensor.contiguous, [self._before, given])
+            batch = pytree.tree_map_only(Tensor, Tensor.contiguous, [self._before, inputs])
             leaves = pytree.tree_leaves(batch)
             return materialize_output(self._output, self._program.run(leaves, {}))
 
 
-def _trained(given: Any) -> set[int]:
+def _trained(inputs: Any) -> set[int]:
     """Return the indices of the leaves that require gradients."""
     indices = set()
-    for index, leaf in enumerate(pytree.tree_leaves(given)):
+    for index, leaf in enumerate(pytree.tree_leaves(inputs)):
         if isinstance(leaf, Tensor) and leaf.requires_grad:
             indices.add(index)
     return indices
@@ -411,49 +412,49 @@ class Forwards:
         if not self.is_active or torch._C._functorch.peek_interpreter_stack() is not None:
             return forward(*args, **kwargs)
 
-        given = (args, kwargs) if _casts(self._device) == self._casts else None
+        inputs = (args, kwargs) if _casts(self._device) == self._casts else None
         if self.recorded is None:
-            for program in self._programs if given else ():
-                if program.path == path and program.serves(given):
-                    return program(given)
+            for program in self._programs if inputs else ():
+                if program.path == path and program.serves(inputs):
+                    return program(inputs)
             return forward(*args, **kwargs)
 
-        self._callers.append(self._record(self.recorded, path, given))
+        self._callers.append(self._record(self.recorded, path, inputs))
         try:
             return forward(*args, **kwargs)
         finally:
             self._callers.pop()
 
-    def _record(self, recorded: list[Call], path: str, given: Any) -> int:
+    def _record(self, recorded: list[Call], path: str, inputs: Any) -> int:
         """Return the index of the recorded call with the same signature; record it if new.
 
         Args:
             recorded: the recorded calls.
             path: path of the submodule.
-            given: inputs (args, kwargs); None: they cannot be planned.
+            inputs: (args, kwargs); None: they cannot be planned.
         """
         key: tuple[str, Any] = path, None
-        inputs = None
+        planned_inputs = None
         # Inputs that cannot be compared, or sent to other ranks, raise errors of many types. Such a
         # call is recorded without inputs.
         with suppress(Exception):
             to_meta = partial(torch.empty_like, device="meta")
             on_meta = pytree.tree_map_only(
-                Tensor, lambda x: to_meta(x, requires_grad=x.requires_grad), given
+                Tensor, lambda x: to_meta(x, requires_grad=x.requires_grad), inputs
             )
             pickle.dumps(on_meta)
-            signature = shape_key(given)
-            if hash(signature) and given:
+            signature = shape_key(inputs)
+            if hash(signature) and inputs:
                 key = path, signature
-                inputs = on_meta
+                planned_inputs = on_meta
 
         index = self._indices.setdefault(key, len(recorded))
         if index == len(recorded):
             caller = self._callers[-1] if self._callers else None
-            recorded.append(Call(path, inputs, caller))
+            recorded.append(Call(path, planned_inputs, caller))
         # An input requires a gradient if it does in any call.
         for leaf in _trained(inputs):
-            pytree.tree_leaves(recorded[index].given)[leaf].requires_grad_(True)
+            pytree.tree_leaves(recorded[index].inputs)[leaf].requires_grad_(True)
         return index
 
 

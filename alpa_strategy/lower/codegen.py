@@ -59,7 +59,7 @@ class LoweredStage:
 
     # the values that are computed from the parameters alone, once per step
     per_step: PerStep
-    # one program per derivation of `per_step`; each returns its values as `LoweredStep.made`
+    # one program per derivation of `per_step`; each returns its values as `LoweredStep.passed_on`
     per_step_programs: tuple[LoweredStep, ...]
     # the programs that run for every micro-batch, one after the other, each with its graph: one, or
     # one for each recompute segment (`StagePlan.spans`). A segment's `received` includes the values
@@ -104,7 +104,7 @@ def lower_stage(
         read_later: set[int] = set()
         for later in graphs[number + 1 :]:
             read_later.update(later.received)
-        made = tuple(value for value in graph.sent if value in read_later)
+        passed_on = tuple(value for value in graph.sent if value in read_later)
         sent = tuple(value for value in graph.sent if value in stage_graph.sent)
         graph = replace(graph, sent=sent)
         writer = ProgramWriter(
@@ -119,8 +119,8 @@ def lower_stage(
             compiler=compiler,
             overlaps=overlaps,
         )
-        spans.append((graph, writer.program(made)))
-        for value in made:
+        spans.append((graph, writer.program(passed_on)))
+        for value in passed_on:
             layouts[value] = writer.layouts[value]
     return LoweredStage(once_per_step, tuple(per_step_programs), tuple(spans))
 

@@ -500,15 +500,18 @@ class VocabCrossEntropy(torch.autograd.Function):
     ) -> Tensor:
         dim = min(1, logits.dim() - 1)
         here, dtype = logits.shape[dim], torch.promote_types(logits.dtype, torch.float32)
-        kept = target != ignore_index
-        _check_ids(~kept | (target >= 0) & (target < num_classes), "cross entropy target")
+        is_counted = target != ignore_index
+        _check_ids(~is_counted | (target >= 0) & (target < num_classes), "cross entropy target")
         # Logits are [N, c, d1, ...], c classes of this device; targets, and what is exchanged, [N,
         # 1, d1, ...].
-        kept, target = kept.unsqueeze(dim), torch.where(kept, target, 0).unsqueeze(dim)
+        is_counted, target = (
+            is_counted.unsqueeze(dim),
+            torch.where(is_counted, target, 0).unsqueeze(dim),
+        )
         weight = logits.new_ones(num_classes, dtype=dtype) if weight is None else weight.to(dtype)
-        amount = (1.0 - smoothing) * weight[target] * kept
+        amount = (1.0 - smoothing) * weight[target] * is_counted
         # A
-        total = (amount + smoothing * weight.mean()) * kept
+        total = (amount + smoothing * weight.mean()) * is_counted
         class_shape = [1] * logits.dim()
         class_shape[dim] = -1
         class_weights = weight[first : first + here].view(class_shape)
@@ -526,13 +529,13 @@ class VocabCrossEntropy(torch.autograd.Function):
         denominator, weighted = _over_all(
             torch.stack([exponentials.sum(dim, keepdim=True), weighted]), comms
         )
-        row_loss = (total * denominator.log() - weighted).masked_fill(~kept, 0.0)
+        row_loss = (total * denominator.log() - weighted).masked_fill(~is_counted, 0.0)
 
         ctx.dtype = logits.dtype
         if ctx.needs_input_grad[3]:
             gradient = exponentials.mul_(total / denominator)
             if smoothing > 0.0:
-                gradient.addcmul_(class_weights, kept.to(dtype), value=-1)
+                gradient.addcmul_(class_weights, is_counted.to(dtype), value=-1)
             gradient.scatter_add_(dim, index, -amount)
             # fp16 would lose the small probabilities
             ctx.save_for_backward(

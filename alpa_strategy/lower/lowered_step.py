@@ -22,7 +22,7 @@ class LoweredStep:
     # values that later stages receive
     sent: tuple[int, ...] = ()
     # values that later recompute segments of the stage receive
-    made: tuple[int, ...] = ()
+    passed_on: tuple[int, ...] = ()
     # whether a device reads buffers of other ranks, which are then to be equal on all ranks
     reads_others_buffers: bool = False
     # path of the submodule for each line of `source` after the first, for traces
@@ -56,8 +56,8 @@ class LoweredStep:
         results = iter(self.function(parameters, buffers, batch, received, counters))
         escaping = {value: next(results) for value in self.escaping}
         sent = {value: next(results) for value in self.sent}
-        made = {value: next(results) for value in self.made}
-        return escaping, sent, made
+        passed_on = {value: next(results) for value in self.passed_on}
+        return escaping, sent, passed_on
 
 
 def per_step_name(value: int) -> str:

@@ -77,7 +77,7 @@ class ProgramWriter:
         # (value, target layout) -> variable
         self.copies: dict[tuple[int, DualLayout], str] = {}
         # values that later recompute segments read
-        self.made: tuple[int, ...] = ()
+        self.passed_on: tuple[int, ...] = ()
 
         sums_in_fp32 = any(plan.sums_in_fp32 for plan in stage.parameter_plans.values())
         # Casts of parameters are done by their reshardings, so that gradients are summed before
@@ -250,7 +250,7 @@ class ProgramWriter:
             return repr(arg)
         name = f"c{len(self.namespace)}"
         if is_computed:
-            self.namespace[name] = arg.made.value
+            self.namespace[name] = arg.expression.value
             return f"{name}(counters)"
         self.namespace[name] = arg
         return name
@@ -445,7 +445,7 @@ class ProgramWriter:
         targets = set()
         for index, position in self.step.consumers.get(value, ()):
             targets.add(self.operand_layout(self.step.ops[index], position))
-        leaves = value in {*self.step.escaping, *self.step.sent, *self.made}
+        leaves = value in {*self.step.escaping, *self.step.sent, *self.passed_on}
         if num_chunks == 1 or leaves or len(targets) != 1:
             return None
         product = self.product(op)
@@ -525,13 +525,13 @@ class ProgramWriter:
         )
         return name
 
-    def program(self, made: tuple[int, ...] = ()) -> LoweredStep:
+    def program(self, passed_on: tuple[int, ...] = ()) -> LoweredStep:
         """Write all ops, and compile the program to a function.
 
         Args:
-            made: values that are returned as well, in the layouts in which they are computed.
+            passed_on: values that are returned as well, in the layouts in which they are computed.
         """
-        self.made = made
+        self.passed_on = passed_on
         for op in self.step.ops:
             self.op(op)
         self.module = ""
@@ -562,7 +562,7 @@ class ProgramWriter:
             tuple(parameters.values()),
             self.step.escaping,
             self.step.sent,
-            made,
+            passed_on,
             reads_others_buffers(
                 self.step, self.stage.strategies, self.layouts, self.copies, self.mesh.shape
             ),
@@ -576,7 +576,7 @@ class ProgramWriter:
             layout = leaving_layout(self.step, value, self.layouts[value], self.mesh)
             results.append(self.resharded(value, layout))
         results += [self.resharded(value, self.stage.sent[value]) for value in self.step.sent]
-        results += [f"v{value}" for value in self.made]
+        results += [f"v{value}" for value in self.passed_on]
         # With a comma after each, so that one result is a tuple, too.
         returned = "".join(f"{result}, " for result in results)
         self.lines.append(Line(f"return ({returned})", (), tuple(results)))

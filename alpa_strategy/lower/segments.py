@@ -99,10 +99,10 @@ class Compiler:
     ) -> Line:
         """The line that calls the segment which stands for `lines`."""
         results = tuple(name for line in lines for name in line.defines if name in read_later)
-        made = {name for line in lines for name in line.defines}
+        defined = {name for line in lines for name in line.defines}
         returned = Line(f"return ({''.join(f'{name}, ' for name in results)})", (), results)
         tree = ast.parse("\n".join(line.code for line in drop_dead([*lines, returned])))
-        renamed = _Renamed(namespace, made)
+        renamed = _Renamed(namespace, defined)
         body = [ast.unparse(renamed.visit(statement)) for statement in tree.body]
         source = (
             "\n    ".join([f"def segment({', '.join(renamed.arguments.values())}):", *body]) + "\n"
@@ -223,8 +223,8 @@ class _Renamed(ast.NodeTransformer):
         made: variables that the segment makes.
     """
 
-    def __init__(self, namespace: Mapping[str, Any], made: Collection[str]) -> None:
-        self._namespace, self._made = namespace, made
+    def __init__(self, namespace: Mapping[str, Any], defined: Collection[str]) -> None:
+        self._namespace, self._made = namespace, defined
         self.arguments: dict[str, str] = {}
         self._own: dict[str, str] = {}
         self.bound: dict[str, str] = {}

@@ -302,7 +302,7 @@ def _time_only(call: OpCall) -> Iterator[TimeStrategy]:
     On the time axis they cost nothing.
     """
     num_operands = len(call.operands)
-    whole = (WHOLE,) * num_operands
+    unsplit = (WHOLE,) * num_operands
     is_float = bool(call.results) and call.results[0].dtype.is_floating_point
 
     if call.target in _CASTS and is_float:
@@ -311,7 +311,7 @@ def _time_only(call: OpCall) -> Iterator[TimeStrategy]:
     for position in _LINEAR_IN.get(call.target, ()):
         factor = call.args[position]
         if isinstance(factor, Slot):
-            inputs = list(whole)
+            inputs = list(unsplit)
             inputs[factor.index] = SUM
             yield TimeStrategy(tuple(inputs), (SUM,))
 
@@ -323,11 +323,11 @@ def _time_only(call: OpCall) -> Iterator[TimeStrategy]:
     # the time axis all may.
     if aten_name(call.target) == "randint":
         for dim in range(len(call.results[0].shape)):
-            yield TimeStrategy(whole, (rows(dim, ANY),))
+            yield TimeStrategy(unsplit, (rows(dim, ANY),))
 
     if call.target is aten.repeat.default:
         for dim in _constant_dims_of_repeat(call):
-            yield TimeStrategy(whole, (rows(dim, ANY),))
+            yield TimeStrategy(unsplit, (rows(dim, ANY),))
 
 
 def _constant_dims_of_repeat(call: OpCall) -> Iterator[int]:

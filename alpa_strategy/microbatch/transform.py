@@ -49,12 +49,12 @@ class MicroStep:
     prologue: StepGraph | None = None
 
     # Value in `graph` (one of `graph.received`) -> the value in `prologue` that fills it.
-    given: dict[int, int] = field(default_factory=dict)
+    from_prologue: dict[int, int] = field(default_factory=dict)
 
-    # Value of `given`, or escaping value of `graph` -> its placement on micro-batches. Samples are
-    # split and concatenated like those of a batch leaf (see `cut`). Partial values are summed. Of a
-    # full value that leaves `graph` the last micro-batch's is taken: all are equal, except for
-    # updates of sequential buffers.
+    # Value of `from_prologue`, or escaping value of `graph` -> its placement on micro-batches.
+    # Samples are split and concatenated like those of a batch leaf (see `cut`). Partial values are
+    # summed. Of a full value that leaves `graph` the last micro-batch's is taken: all are equal,
+    # except for updates of sequential buffers.
     states: dict[int, MicrobatchPlacement] = field(default_factory=dict)
 
     # Buffers that every micro-batch updates and the next one reads (BatchNorm statistics, as in

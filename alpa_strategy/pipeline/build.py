@@ -76,9 +76,9 @@ def build_pipeline(
 ) -> Pipeline:
     """Return the pipeline that runs `micro` under `stages`. Collective over all ranks that run it.
 
-    `Pipeline.step` takes the batch in the order of `micro.graph.batch`, `given` by the numbers of
-    `micro.given`, and returns the values of `micro.graph.escaping`; prologue and epilogue of
-    `MicroStep` are not part of it.
+    `Pipeline.step` takes the batch in the order of `micro.graph.batch`, and the values of
+    `micro.from_prologue` by their numbers. It returns the values of `micro.graph.escaping`;
+    prologue and epilogue of `MicroStep` are not part of it.
 
     Args:
         module: the user's module.
@@ -186,7 +186,9 @@ def _program(
         plans = [stage.parameter_plans[p.name] for p in span.parameters]
         gathers_at_use = any(map(is_gathered_at_use, plans))
         regathers = gathers_at_use or bool(stage.recomputed_ops)
-        differentiable = tuple(value for value in program.made if graph.values[value].requires_grad)
+        differentiable = tuple(
+            value for value in program.passed_on if graph.values[value].requires_grad
+        )
         trained = lowered.per_step.parameters_of(span)
         of_span = partial(run, span, program, regathers)
         spans.append(Span(of_span, span.received, differentiable, frozenset(trained & used)))

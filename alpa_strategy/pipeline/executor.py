@@ -64,8 +64,8 @@ class SharedParameter:
 class PipelineSpec:
     """The description of a pipeline, the same on every rank."""
 
-    # The step of a micro-batch, at global shapes. Every rank has the full values of `given` before
-    # the step.
+    # The step of a micro-batch, at global shapes. Every rank has the full values of
+    # `from_prologue` before the step.
     micro: MicroStep
 
     # In order.
@@ -116,7 +116,9 @@ class Pipeline:
         job_ranks = None if group is None else dist.get_process_group_ranks(group)
         self._transfer = partial(Transfer, rank=self._rank, device=device, ranks=job_ranks)
 
-        self.channels = plan_channels(spec.stages, micro.graph.values, micro.given, spec.cluster)
+        self.channels = plan_channels(
+            spec.stages, micro.graph.values, micro.from_prologue, spec.cluster
+        )
 
         # Messages of this step, and of steps that have failed.
         self._outbox = Outbox()
@@ -189,7 +191,7 @@ class Pipeline:
 
         Args:
             batch: this rank's samples of the batch's tensors, in the order of the graph's `batch`.
-            received: the full values of `MicroStep.given` for the step, on every rank.
+            received: the full values of `MicroStep.from_prologue` for the step, on every rank.
             loss_scale: gradients are those of the loss times this.
 
         Returns:
@@ -288,7 +290,7 @@ class Pipeline:
         for number in range(num_microbatches):
             shards = {}
             for value, layout in stage.received.items():
-                if value not in self.spec.micro.given:
+                if value not in self.spec.micro.from_prologue:
                     continue
                 tensor = received[value]
                 state = self.spec.micro.states[value]

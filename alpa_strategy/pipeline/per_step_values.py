@@ -35,7 +35,7 @@ class PerStepValues:
         # By the name of each value that a program makes.
         self._programs: dict[str, LoweredStep] = {}
         for program in programs:
-            for value in program.made:
+            for value in program.passed_on:
                 self._programs[per_step_name(value)] = program
 
         # By id of the program.
@@ -84,15 +84,15 @@ class PerStepValues:
             buffers: of the stage, by name.
         """
         program = self._programs[name]
-        made = self._made.get(id(program))
-        if made is None:
-            made = self._computed(program, parameters, buffers)
-            self._made[id(program)] = made
+        computed = self._made.get(id(program))
+        if computed is None:
+            computed = self._computed(program, parameters, buffers)
+            self._made[id(program)] = computed
 
-        trained = [parameters[name] for name, leaf in made.leaves.items() if leaf.requires_grad]
+        trained = [parameters[name] for name, leaf in computed.leaves.items() if leaf.requires_grad]
         if not trained or not torch.is_grad_enabled():
-            return {name: value.detach() for name, value in made.results.items()}
-        return dict(zip(made.results, _Derived.apply(made, *trained), strict=True))
+            return {name: value.detach() for name, value in computed.results.items()}
+        return dict(zip(computed.results, _Derived.apply(computed, *trained), strict=True))
 
     def _computed(
         self, program: LoweredStep, parameters: Mapping[str, Tensor], buffers: Mapping[str, Any]
@@ -119,12 +119,12 @@ class _Derived(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, made: _Made, *trained: Tensor) -> tuple[Tensor, ...]:
-        ctx.made = made
+    def forward(ctx: Any, computed: _Made, *trained: Tensor) -> tuple[Tensor, ...]:
+        ctx.computed = computed
         ctx.is_made_of_parameters = True
         ctx.set_materialize_grads(False)
 
-        results = list(made.results.values())
+        results = list(computed.results.values())
         outputs = tuple(value.detach() for value in results)
         pairs = zip(outputs, results, strict=True)
         ctx.mark_non_differentiable(*[out for out, value in pairs if not value.requires_grad])
@@ -132,8 +132,8 @@ class _Derived(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        results = ctx.made.results.values()
-        leaves = [leaf for leaf in ctx.made.leaves.values() if leaf.requires_grad]
+        results = ctx.computed.results.values()
+        leaves = [leaf for leaf in ctx.computed.leaves.values() if leaf.requires_grad]
         values: list[Tensor] = []
         value_grads: list[Tensor] = []
         for value, grad in zip(results, grads, strict=True):

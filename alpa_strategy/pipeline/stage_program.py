@@ -90,7 +90,7 @@ class _Graph:
     leaves: Values
 
     # Edges of values made for later segments, and of values sent to other stages.
-    made: dict[int, GradientEdge]
+    passed_on: dict[int, GradientEdge]
     sent: dict[int, GradientEdge]
 
     # Edge of the loss and its value, if the segment makes the loss.
@@ -142,10 +142,10 @@ class StageRun:
             for span in self._stage.spans:
                 self._replays.append(self._stage.bookmark())
                 read = {value: self._values[value] for value in span.reads}
-                span_escaping, span_sent, made = span.program(replace(inputs, received=read))
+                span_escaping, span_sent, passed_on = span.program(replace(inputs, received=read))
                 escaping |= span_escaping
                 sent |= span_sent
-                self._values |= made
+                self._values |= passed_on
         return escaping, sent
 
     def backward(
@@ -217,7 +217,7 @@ class StageRun:
             if value in self._differentiable:
                 leaves[value] = tensor.detach().requires_grad_()
         with torch.enable_grad():
-            escaping, sent, made = span.program(replace(inputs, received=read | leaves))
+            escaping, sent, passed_on = span.program(replace(inputs, received=read | leaves))
 
         # A segment that reads the loss may return it among escaping values (a logged value).
         is_made_here = self._stage.loss not in span.reads
@@ -226,11 +226,13 @@ class StageRun:
         if loss is not None and loss.requires_grad:
             loss_edge = (get_gradient_edge(loss), loss.detach())
 
-        made_edges = {
-            v: get_gradient_edge(made[v]) for v in span.differentiable if made[v].requires_grad
+        passed_on_edges = {
+            v: get_gradient_edge(passed_on[v])
+            for v in span.differentiable
+            if passed_on[v].requires_grad
         }
         sent_edges = {v: get_gradient_edge(t) for v, t in sent.items() if t.requires_grad}
-        return escaping, sent, _Graph(leaves, made_edges, sent_edges, loss_edge)
+        return escaping, sent, _Graph(leaves, passed_on_edges, sent_edges, loss_edge)
 
     def _differentiate(
         self,
@@ -250,7 +252,7 @@ class StageRun:
             in_halves: whether `weights` computes the gradients of the weights.
         """
         pairs = []
-        for value, edge in graph.made.items():
+        for value, edge in graph.passed_on.items():
             if value in inner_grads:
                 pairs.append((edge, inner_grads.pop(value)))
         for value, edge in graph.sent.items():

@@ -151,7 +151,7 @@ class StageWorker:
     def start_step(
         self,
         batches: Sequence[Mapping[int, Tensor]],
-        given: Sequence[Values],
+        external_values: Sequence[Values],
         loss_scale: Tensor,
         outbox: Outbox,
         sends: Sends,
@@ -161,14 +161,14 @@ class StageWorker:
 
         Args:
             batches: by micro-batch the stage's tensors of the batch.
-            given: by micro-batch the received values that no stage makes.
+            external_values: by micro-batch the received values that no stage makes.
             loss_scale: gradients are those of the loss times this.
             outbox: of the messages that are sent.
             sends: the order in which the stages send.
             first_tag: of the step's messages.
         """
         self._batches = batches
-        self._given = given
+        self._given = external_values
         self._loss_scale = loss_scale
         self._outbox = outbox
         for end in self._incoming:

@@ -129,7 +129,9 @@ class PlanRuntime:
         if plan.is_pipelined:
             # Parameters that only a prologue or epilogue reads are unsharded on every rank.
             planned = {name for stage in stages for name in stage.parameter_plans}
-            parameters = [given for given in parameters if not planned.isdisjoint(given.names)]
+            parameters = [
+                parameter for parameter in parameters if not planned.isdisjoint(parameter.names)
+            ]
         copies = (0, 1) if replica is None else (replica.index, replica.count)
         self.store = ParameterStore(module, parameters, stages, meshes, job_mesh, copies=copies)
 
@@ -215,9 +217,9 @@ class PlanRuntime:
         values: Values = {}
         if micro.prologue is not None:
             values |= self._compute_globally(micro.prologue, buffers, leaves, values)[0]
-        given = {value: values[source] for value, source in micro.given.items()}
+        external_values = {value: values[source] for value, source in micro.from_prologue.items()}
         scale = self.loss_scale()
-        escaping, gradients = pipeline.step(batch_rows(micro.graph, leaves), given, scale)
+        escaping, gradients = pipeline.step(batch_rows(micro.graph, leaves), external_values, scale)
         values |= escaping
         if micro.epilogue is not None:
             values |= self._compute_globally(micro.epilogue, buffers, leaves, values)[0]
@@ -277,9 +279,11 @@ class PlanRuntime:
             The escaping values of `part`, and the full parameters by name.
         """
         parameters = {}
-        for given in part.parameters:
-            leaf = self.store.gather(self.module.get_parameter(given.name)).detach()
-            parameters[given.name] = leaf.requires_grad_(trains and given.meta.requires_grad)
+        for parameter in part.parameters:
+            leaf = self.store.gather(self.module.get_parameter(parameter.name)).detach()
+            parameters[parameter.name] = leaf.requires_grad_(
+                trains and parameter.meta.requires_grad
+            )
         samples = _global_samples(part, leaves, self.store.mesh)
 
         # By default fork_rng uses every GPU of the node, with a warning; the others belong to other
@@ -430,5 +434,7 @@ def _global_samples(part: StepGraph, leaves: Leaves, mesh: MeshComm) -> list[Ten
         if leaf.batch_dim is None:
             gathered.append(local)
         else:
-            gathered.append(mesh.whole.all_gather(local, 0, len(local) * mesh.whole.size))
+            gathered.append(
+                mesh.all_devices.all_gather(local, 0, len(local) * mesh.all_devices.size)
+            )
     return gathered

@@ -365,7 +365,7 @@ class _StageDetails:
             gathered += parameter.gathered_bytes
         activations, recomputed = cost.saved, 0.0
         if self._stage.remat:
-            activations, recomputed = cost.kept, max(cost.again)
+            activations, recomputed = cost.segment_inputs, max(cost.again)
         known = weights + gradients + state + gathered
         return StageMemory(
             weights=weights,

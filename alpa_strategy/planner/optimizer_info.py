@@ -47,8 +47,10 @@ def inspect_optimizer(
     name = type(optimizer).__name__
     try:
         reads = reads_of(optimizer)
-        element_wise = all(each.is_element_wise for each in reads.values())
-        parameter_wise = all(each.is_parameter_wise for each in reads.values())
+        element_wise = all(parameter_reads.is_element_wise for parameter_reads in reads.values())
+        parameter_wise = all(
+            parameter_reads.is_parameter_wise for parameter_reads in reads.values()
+        )
         full_updates: tuple[tuple[str, FullUpdate], ...] = ()
         if module is not None and parameter_wise and not element_wise:
             names = {parameter: name for name, parameter in module.named_parameters()}

@@ -28,12 +28,14 @@ _FIX = "undo the edit, or leave the file out: the run then makes a new plan"
 _SHOWN = 8  # of an op's strategies, in the error
 
 
-def check_plan(plan: Plan, graph: StepGraph, num_devices: int, given: Iterable[int] = ()) -> None:
+def check_plan(
+    plan: Plan, graph: StepGraph, num_devices: int, external: Iterable[int] = ()
+) -> None:
     """Check that `plan` computes `graph` on all of the job's devices.
 
     Args:
         graph: the step, or its micro-batch if there are several (`MicroStep.graph`).
-        given: received values that no stage computes (`MicroStep.given`).
+        external: received values that no stage computes (`MicroStep.from_prologue`).
 
     Raises:
         PlanError: it does not.
@@ -43,7 +45,7 @@ def check_plan(plan: Plan, graph: StepGraph, num_devices: int, given: Iterable[i
     check_devices(stages, num_devices)
     _check_schedule(plan)
     # Values that a stage may receive.
-    made = set(given)
+    available = set(external)
     # (ranks of the mesh, parameter) -> its layout there.
     stored: dict[tuple[tuple[int, ...], str], ParameterPlan] = {}
     for index, stage in enumerate(stages):
@@ -60,12 +62,12 @@ def check_plan(plan: Plan, graph: StepGraph, num_devices: int, given: Iterable[i
                 )
         _check_boundary(stage.received, part.received, part, stage, f"{where}.received")
         _check_boundary(stage.sent, part.sent, part, stage, f"{where}.sent")
-        missing = [value for value in part.received if value not in made]
+        missing = [value for value in part.received if value not in available]
         if missing:
             raise PlanError(
                 f"{where} receives value {missing[0]}, which no earlier stage makes", _FIX
             )
-        made.update(part.sent)
+        available.update(part.sent)
 
 
 def _check_ops(stages: Sequence[StagePlan], graph: StepGraph) -> None:

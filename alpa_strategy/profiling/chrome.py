@@ -48,7 +48,7 @@ def _of_rank(record: RankRecord, base: int) -> Iterator[dict[str, Any]]:
     if record.stages:
         noun = "stage" if len(record.stages) == 1 else "stages"
         name += f", {noun} {', '.join(map(str, record.stages))}"
-    tracks = list(dict.fromkeys(each.track for each in record.slices))
+    tracks = list(dict.fromkeys(trace_slice.track for trace_slice in record.slices))
     # The host's threads come first.
     tracks.sort()
     numbers = {track: number for number, track in enumerate(tracks)}
@@ -58,13 +58,15 @@ def _of_rank(record: RankRecord, base: int) -> Iterator[dict[str, Any]]:
         yield _metadata("thread_name", record.rank, number, {"name": track})
         yield _metadata("thread_sort_index", record.rank, number, {"sort_index": number})
 
-    for each in record.slices:
+    for trace_slice in record.slices:
         yield {
             "ph": "X",
-            **_head(each.name, each.category, record.rank, numbers[each.track]),
-            "ts": _microseconds(each.start - base),
-            "dur": _microseconds(each.end - each.start),
-            "args": _arguments(each),
+            **_head(
+                trace_slice.name, trace_slice.category, record.rank, numbers[trace_slice.track]
+            ),
+            "ts": _microseconds(trace_slice.start - base),
+            "dur": _microseconds(trace_slice.end - trace_slice.start),
+            "args": _arguments(trace_slice),
         }
     for number, (launch, wait) in enumerate(flights(record)):
         head = _head(launch.name, IN_FLIGHT, record.rank, numbers[launch.track])
@@ -78,16 +80,18 @@ def _arrows(records: Sequence[RankRecord], base: int) -> Iterator[dict[str, Any]
     """Yield an arrow from each message's sender to its receivers."""
     sent: dict[Any, list[tuple[int, Slice]]] = {}
     for record in records:
-        for each in record.slices:
-            if each.category == MESSAGE and "sends" in each.details:
-                sent.setdefault(tuple(each.details["sends"]), []).append((record.rank, each))
+        for trace_slice in record.slices:
+            if trace_slice.category == MESSAGE and "sends" in trace_slice.details:
+                sent.setdefault(tuple(trace_slice.details["sends"]), []).append(
+                    (record.rank, trace_slice)
+                )
     number = 0
     for record in records:
         seen: dict[Any, int] = {}
-        for each in record.slices:
-            if each.category != MESSAGE or "receives" not in each.details:
+        for trace_slice in record.slices:
+            if trace_slice.category != MESSAGE or "receives" not in trace_slice.details:
                 continue
-            key = tuple(each.details["receives"])
+            key = tuple(trace_slice.details["receives"])
             index = seen.get(key, 0)
             seen[key] = index + 1
             senders = [(rank, sender) for rank, sender in sent.get(key, ())]
@@ -96,7 +100,7 @@ def _arrows(records: Sequence[RankRecord], base: int) -> Iterator[dict[str, Any]
             rank, sender = senders[index]
             number += 1
             start = _microseconds(sender.start - base)
-            end = _microseconds(max(each.end - 1, sender.start) - base)
+            end = _microseconds(max(trace_slice.end - 1, sender.start) - base)
             head = {"cat": "message", "name": "message", "id": number}
             yield {"ph": "s", **head, "pid": rank, "tid": 0, "ts": start}
             yield {"ph": "f", "bp": "e", **head, "pid": record.rank, "tid": 0, "ts": end}
@@ -110,8 +114,8 @@ def _metadata(name: str, rank: int, track: int, arguments: dict[str, Any]) -> di
     return {"ph": "M", "name": name, "pid": rank, "tid": track, "ts": 0, "args": arguments}
 
 
-def _arguments(each: Slice) -> dict[str, Any]:
-    return {key: value for key, value in each.details.items() if key not in _HIDDEN_DETAILS}
+def _arguments(trace_slice: Slice) -> dict[str, Any]:
+    return {key: value for key, value in trace_slice.details.items() if key not in _HIDDEN_DETAILS}
 
 
 def _microseconds(nanoseconds: int) -> float:

@@ -93,21 +93,23 @@ def step_times(slices: Iterable[Slice]) -> StepTimes:
         slices: of one rank, nested.
     """
     all_slices = list(slices)
-    steps = [each for each in all_slices if each.category == STEP]
-    times = StepTimes(count=len(steps), total=sum(each.end - each.start for each in steps))
+    steps = [trace_slice for trace_slice in all_slices if trace_slice.category == STEP]
+    times = StepTimes(
+        count=len(steps), total=sum(trace_slice.end - trace_slice.start for trace_slice in steps)
+    )
     if not steps:
         return times
     track = steps[0].track
     stack: list[tuple[Slice, _Moment]] = []
     now = steps[0].start
-    for each in all_slices:
-        if each.track != track:
+    for trace_slice in all_slices:
+        if trace_slice.track != track:
             continue
-        now = _close(stack, each.start, now, times)
-        _add(stack, now, each.start, times)
-        now = max(now, each.start)
+        now = _close(stack, trace_slice.start, now, times)
+        _add(stack, now, trace_slice.start, times)
+        now = max(now, trace_slice.start)
         outer = stack[-1][1] if stack else _Moment()
-        stack.append((each, _moment_in(each, outer)))
+        stack.append((trace_slice, _moment_in(trace_slice, outer)))
     _close(stack, None, now, times)
     return times
 
@@ -137,33 +139,33 @@ def _add(stack: Sequence[tuple[Slice, _Moment]], start: int, end: int, times: St
         times.named += (end - start) * moment.is_named
 
 
-def _moment_in(each: Slice, outer: _Moment) -> _Moment:
+def _moment_in(trace_slice: Slice, outer: _Moment) -> _Moment:
     """Return what the moments within a slice belong to."""
-    if each.category in NAMED:
+    if trace_slice.category in NAMED:
         outer = replace(outer, is_named=True)
-    if each.category in (COLLECTIVE, MESSAGE):
-        part = each.details.get("collective", BOUNDARIES)
-        return replace(outer, part=part, until=each.details.get("until", 0))
-    if each.category == MODULE:
-        is_backward = outer.is_backward or bool(each.details.get("backward"))
+    if trace_slice.category in (COLLECTIVE, MESSAGE):
+        part = trace_slice.details.get("collective", BOUNDARIES)
+        return replace(outer, part=part, until=trace_slice.details.get("until", 0))
+    if trace_slice.category == MODULE:
+        is_backward = outer.is_backward or bool(trace_slice.details.get("backward"))
         part = BACKWARD if is_backward else FORWARD
         # A module within a collective or an evaluation does not end it.
         return replace(outer, part=part) if outer.part in (HOST, FORWARD, BACKWARD) else outer
-    if each.category == ACTION:
-        is_backward = each.details["action"] != "F"
+    if trace_slice.category == ACTION:
+        is_backward = trace_slice.details["action"] != "F"
         part = BACKWARD if is_backward else FORWARD
         return replace(outer, part=part, is_backward=is_backward)
-    if each.category == UPDATE:
+    if trace_slice.category == UPDATE:
         return replace(outer, part=OPTIMIZER)
-    if each.category == EVALUATION:
+    if trace_slice.category == EVALUATION:
         return _Moment(EVALUATION)
-    if each.category == PHASE:
-        return replace(outer, part=HOST, is_in_step=each.name in STEP_PHASES)
-    if each.category == ANNOTATION and each.name.startswith(_OPTIMIZER_STEP):
+    if trace_slice.category == PHASE:
+        return replace(outer, part=HOST, is_in_step=trace_slice.name in STEP_PHASES)
+    if trace_slice.category == ANNOTATION and trace_slice.name.startswith(_OPTIMIZER_STEP):
         return replace(outer, part=OPTIMIZER)
-    is_collective = each.category == OP and each.name.startswith(_TORCH_COLLECTIVES)
+    is_collective = trace_slice.category == OP and trace_slice.name.startswith(_TORCH_COLLECTIVES)
     if is_collective and outer.part in (HOST, FORWARD, BACKWARD, OPTIMIZER):
-        return replace(outer, part=_torch_kind(each.name), is_named=True)
+        return replace(outer, part=_torch_kind(trace_slice.name), is_named=True)
     return outer
 
 

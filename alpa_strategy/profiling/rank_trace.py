@@ -65,9 +65,9 @@ def slices_of(
     modules = _modules_of_launches(slices)
     for event in device_events:
         slices.append(_device_slice(event, base, modules))
-    for each in slices:
-        each.details.pop(_SEQUENCE, None)
-        each.details.pop(_CORRELATION, None)
+    for trace_slice in slices:
+        trace_slice.details.pop(_SEQUENCE, None)
+        trace_slice.details.pop(_CORRELATION, None)
     return nested(slices)
 
 
@@ -117,27 +117,27 @@ def nested(slices: Iterable[Slice]) -> list[Slice]:
 
     A slice that ends after the one around it is cut: torch rounds times.
     """
-    ordered = sorted(slices, key=lambda each: (each.start, -each.end))
+    ordered = sorted(slices, key=lambda trace_slice: (trace_slice.start, -trace_slice.end))
     open_slices: dict[str, list[Slice]] = {}
-    for each in ordered:
-        stack = open_slices.setdefault(each.track, [])
-        while stack and stack[-1].end <= each.start:
+    for trace_slice in ordered:
+        stack = open_slices.setdefault(trace_slice.track, [])
+        while stack and stack[-1].end <= trace_slice.start:
             stack.pop()
         if stack:
-            each.end = min(each.end, stack[-1].end)
-        stack.append(each)
+            trace_slice.end = min(trace_slice.end, stack[-1].end)
+        stack.append(trace_slice)
     return ordered
 
 
 def with_parents(slices: Sequence[Slice]) -> Iterator[tuple[Slice, list[Slice]]]:
     """Yield each slice of `nested` with the slices around it on its track, the outermost first."""
     open_slices: dict[str, list[Slice]] = {}
-    for each in slices:
-        stack = open_slices.setdefault(each.track, [])
-        while stack and stack[-1].end <= each.start:
+    for trace_slice in slices:
+        stack = open_slices.setdefault(trace_slice.track, [])
+        while stack and stack[-1].end <= trace_slice.start:
             stack.pop()
-        yield each, stack
-        stack.append(each)
+        yield trace_slice, stack
+        stack.append(trace_slice)
 
 
 def _backward_modules(slices: Sequence[Slice], root: str) -> list[Slice]:
@@ -149,30 +149,37 @@ def _backward_modules(slices: Sequence[Slice], root: str) -> list[Slice]:
     result: list[Slice] = []
     # Track -> the slice that grows, and the one around it.
     growing: dict[str, tuple[Slice, Slice | None]] = {}
-    for each, around in with_parents(slices):
+    for trace_slice, around in with_parents(slices):
         is_in_node = any(outer.name.startswith(_NODE) for outer in around)
-        if is_in_node or each.category != OP:
+        if is_in_node or trace_slice.category != OP:
             continue
-        sequence = each.details.get(_SEQUENCE)
-        if not each.name.startswith(_NODE):
+        sequence = trace_slice.details.get(_SEQUENCE)
+        if not trace_slice.name.startswith(_NODE):
             module = _innermost_module(around)
             if sequence is not None and module:
                 modules[sequence] = module
             continue
         parent = around[-1] if around else None
-        last, last_parent = growing.get(each.track, (None, None))
+        last, last_parent = growing.get(trace_slice.track, (None, None))
         module = modules.get(sequence, "") if sequence is not None else ""
         is_continued = last is not None and last_parent is parent
         if is_continued and last is not None:
             # In between, autograd frees what the last node has used.
-            last.end = each.start
+            last.end = trace_slice.start
         if not module:
             module = last.name if last is not None and is_continued else root
         if is_continued and last is not None and last.name == module:
-            last.end = each.end
+            last.end = trace_slice.end
         elif module:
-            new = Slice(module, MODULE, each.start, each.end, each.track, {"backward": True})
-            growing[each.track] = (new, parent)
+            new = Slice(
+                module,
+                MODULE,
+                trace_slice.start,
+                trace_slice.end,
+                trace_slice.track,
+                {"backward": True},
+            )
+            growing[trace_slice.track] = (new, parent)
             result.append(new)
     return result
 
@@ -187,10 +194,10 @@ def _innermost_module(around: Sequence[Slice]) -> str:
 def _modules_of_launches(slices: Sequence[Slice]) -> dict[Any, str]:
     """Return the module, or the collective, that launched a kernel, by the launch's number."""
     modules = {}
-    for each, around in with_parents(slices):
-        if _CORRELATION not in each.details:
+    for trace_slice, around in with_parents(slices):
+        if _CORRELATION not in trace_slice.details:
             continue
         named = [outer for outer in around if outer.category not in (OP, ANNOTATION)]
         if named:
-            modules[each.details[_CORRELATION]] = named[-1].name
+            modules[trace_slice.details[_CORRELATION]] = named[-1].name
     return modules

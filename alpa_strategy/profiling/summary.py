@@ -57,13 +57,13 @@ def _first_of_each_mesh(records: Sequence[RankRecord]) -> list[RankRecord]:
 
 def _last_step(record: RankRecord) -> tuple[int, int]:
     """Return the start and the end of the last profiled step."""
-    steps = [each for each in record.slices if each.category == STEP]
+    steps = [trace_slice for trace_slice in record.slices if trace_slice.category == STEP]
     return (steps[-1].start, steps[-1].end) if steps else (0, 0)
 
 
 def _lane(record: RankRecord, begin: int) -> MeasuredLane:
     start, end = _last_step(record)
-    in_step = [each for each in record.slices if start <= each.start < end]
+    in_step = [trace_slice for trace_slice in record.slices if start <= trace_slice.start < end]
     actions = [*_actions(in_step, begin), *_update(record, in_step, begin)]
     actions.sort(key=lambda action: action.start)
     return MeasuredLane(record.rank, record.stages, tuple(actions))
@@ -73,13 +73,13 @@ def _actions(slices: Sequence[Slice], begin: int) -> Iterator[MeasuredAction]:
     """Yield the actions, without the time in which they wait for messages."""
     waits: dict[int, list[Slice]] = {}
     actions: list[Slice] = []
-    for each, around in with_parents(slices):
-        if each.category == ACTION:
-            actions.append(each)
-        if each.category == MESSAGE and "receives" in each.details:
+    for trace_slice, around in with_parents(slices):
+        if trace_slice.category == ACTION:
+            actions.append(trace_slice)
+        if trace_slice.category == MESSAGE and "receives" in trace_slice.details:
             outer = [above for above in around if above.category == ACTION]
             if outer:
-                waits.setdefault(id(outer[-1]), []).append(each)
+                waits.setdefault(id(outer[-1]), []).append(trace_slice)
     for action in actions:
         pieces = []
         start = action.start
@@ -94,8 +94,12 @@ def _actions(slices: Sequence[Slice], begin: int) -> Iterator[MeasuredAction]:
                 yield _timed(kind, stage, number, piece_start, piece_end, begin)
 
 
-def _action_of(each: Slice) -> tuple[str, int, int]:
-    return each.details["action"], each.details["stage"], each.details["microbatch"]
+def _action_of(trace_slice: Slice) -> tuple[str, int, int]:
+    return (
+        trace_slice.details["action"],
+        trace_slice.details["stage"],
+        trace_slice.details["microbatch"],
+    )
 
 
 def _timed(
@@ -107,26 +111,30 @@ def _timed(
 
 def _update(record: RankRecord, slices: Sequence[Slice], begin: int) -> Iterator[MeasuredAction]:
     """Yield the optimizer's update: from the end of its closure to the end of its step."""
-    for each in slices:
-        if each.category != PHASE or each.name != "optimizer_step":
+    for trace_slice in slices:
+        if trace_slice.category != PHASE or trace_slice.name != "optimizer_step":
             continue
         inner = [other for other in slices if other.name == "closure"]
-        inside = [other for other in inner if each.start <= other.start < each.end]
-        start = max((other.end for other in inside), default=each.start)
+        inside = [other for other in inner if trace_slice.start <= other.start < trace_slice.end]
+        start = max((other.end for other in inside), default=trace_slice.start)
         stage = record.stages[0] if record.stages else 0
-        yield _timed("U", stage, 0, start, each.end, begin)
+        yield _timed("U", stage, 0, start, trace_slice.end, begin)
 
 
 def _messages(records: Sequence[RankRecord], begin: int) -> Iterator[MeasuredMessage]:
     """Yield the messages of the last step, from their sends to the end of their receives."""
     for record in records:
         start, end = _last_step(record)
-        for each in record.slices:
-            is_in_step = start <= each.start < end
-            if each.category != MESSAGE or "receives" not in each.details or not is_in_step:
+        for trace_slice in record.slices:
+            is_in_step = start <= trace_slice.start < end
+            if (
+                trace_slice.category != MESSAGE
+                or "receives" not in trace_slice.details
+                or not is_in_step
+            ):
                 continue
-            source, target, _, microbatch = each.details["receives"]
-            sent = min(each.details.get("until", each.start), each.end)
-            seconds = (each.end - sent) * _NANO
+            source, target, _, microbatch = trace_slice.details["receives"]
+            sent = min(trace_slice.details.get("until", trace_slice.start), trace_slice.end)
+            seconds = (trace_slice.end - sent) * _NANO
             at = max(0.0, (sent - begin) * _NANO)
             yield MeasuredMessage(source, target, microbatch, at, seconds)

@@ -29,24 +29,24 @@ class RankRecord:
 
     def align(self) -> None:
         """Move all times to rank 0's clock."""
-        for each in self.slices:
-            each.start -= self.clock_offset
-            each.end -= self.clock_offset
+        for trace_slice in self.slices:
+            trace_slice.start -= self.clock_offset
+            trace_slice.end -= self.clock_offset
         self.clock_offset = 0
 
 
 def flights(record: RankRecord) -> Iterator[tuple[Slice, Slice]]:
     """Yield (launch, wait) of the collectives that were launched before they were waited for."""
     launched: dict[str, deque[Slice]] = defaultdict(deque)
-    for each in record.slices:
-        if each.category != COLLECTIVE:
+    for trace_slice in record.slices:
+        if trace_slice.category != COLLECTIVE:
             continue
-        name = each.details.get("waits_for")
+        name = trace_slice.details.get("waits_for")
         if name is None:
-            launched[each.name].append(each)
+            launched[trace_slice.name].append(trace_slice)
         elif launched[name]:
             # Equal collectives are waited for in the order of their launches.
-            yield launched[name].popleft(), each
+            yield launched[name].popleft(), trace_slice
 
 
 def mark_waiting(records: Sequence[RankRecord]) -> None:
@@ -61,35 +61,35 @@ def mark_waiting(records: Sequence[RankRecord]) -> None:
     for record in records:
         waits = {id(launch): wait for launch, wait in flights(record)}
         numbers: dict[Hashable, int] = defaultdict(int)
-        for each in record.slices:
-            key, comes = _key(each)
+        for trace_slice in record.slices:
+            key, comes = _key(trace_slice)
             if key is None:
                 continue
             number = numbers[key, comes]
             numbers[key, comes] += 1
             full_key: Hashable = (key, number)
             if comes:
-                last[full_key] = max(last.get(full_key, each.start), each.start)
+                last[full_key] = max(last.get(full_key, trace_slice.start), trace_slice.start)
                 counts[full_key] += 1
-            if each.category == COLLECTIVE or not comes:
-                keys.append((each, full_key))
-            if id(each) in waits:
-                keys.append((waits[id(each)], full_key))
-    for each, full_key in keys:
+            if trace_slice.category == COLLECTIVE or not comes:
+                keys.append((trace_slice, full_key))
+            if id(trace_slice) in waits:
+                keys.append((waits[id(trace_slice)], full_key))
+    for trace_slice, full_key in keys:
         # A collective of which ranks are missing is not compared.
-        members = each.details.get("members", ())
+        members = trace_slice.details.get("members", ())
         is_complete = counts[full_key] >= len(members)
         if full_key in last and is_complete:
-            each.details["until"] = last[full_key]
+            trace_slice.details["until"] = last[full_key]
 
 
-def _key(each: Slice) -> tuple[Hashable | None, bool]:
+def _key(trace_slice: Slice) -> tuple[Hashable | None, bool]:
     """Return what a slice belongs to on all ranks, and whether it is what others wait for."""
-    if each.category == COLLECTIVE and "waits_for" not in each.details:
-        members = tuple(each.details.get("members", ()))
-        return (each.name, members) if members else None, True
-    if each.category == MESSAGE and "sends" in each.details:
-        return tuple(each.details["sends"]), True
-    if each.category == MESSAGE and "receives" in each.details:
-        return tuple(each.details["receives"]), False
+    if trace_slice.category == COLLECTIVE and "waits_for" not in trace_slice.details:
+        members = tuple(trace_slice.details.get("members", ()))
+        return (trace_slice.name, members) if members else None, True
+    if trace_slice.category == MESSAGE and "sends" in trace_slice.details:
+        return tuple(trace_slice.details["sends"]), True
+    if trace_slice.category == MESSAGE and "receives" in trace_slice.details:
+        return tuple(trace_slice.details["receives"]), False
     return None, False

@@ -3,8 +3,8 @@ that would compute their values are recorded.
 
 Under `recording()`, a tensor of `min_bytes` or more becomes a meta tensor, and the ops on it are
 recorded, in place or not. Random ops draw their numbers into memory that is freed at once, so that
-generators advance as on a single device; `whole` makes a tensor later, from the states that the
-generators had. Small tensors are real: Python may read them.
+generators advance as on a single device; `materialize` makes a tensor later, from the states that
+the generators had. Small tensors are real: Python may read them.
 """
 
 import hashlib
@@ -101,7 +101,7 @@ class Recorder(TorchDispatchMode):
             return False
         return any(self.lines[index].writes[number] for index in self._writers[number])
 
-    def whole(self, tensor: Tensor) -> Tensor:
+    def materialize(self, tensor: Tensor) -> Tensor:
         """Return the real tensor that a deferred one stands for, computed anew at every call.
 
         A real tensor is returned as it is.
@@ -193,7 +193,7 @@ class Recorder(TorchDispatchMode):
                 if not self._makes_big_tensor(func, args, kwargs, tensors):
                     return func(*args, **on_real_device(kwargs, self.device))
             elif func is torch.ops.aten._local_scalar_dense.default:
-                return func(self.whole(tensors[0]))
+                return func(self.materialize(tensors[0]))
             return self._record(func, args, kwargs)
 
     def _deferred_file(self, tensor: Tensor) -> Tensor:
@@ -362,7 +362,7 @@ class Recorder(TorchDispatchMode):
                     "change the parameter after it was made, by an op that is known for the meta"
                     " device",
                 )
-        args, kwargs = pytree.tree_map_only(Tensor, self.whole, (args, kwargs))
+        args, kwargs = pytree.tree_map_only(Tensor, self.materialize, (args, kwargs))
         return func(*args, **on_real_device(kwargs, self.device))
 
     # Running the ops that some storages need

@@ -2,7 +2,7 @@
 
 `read_box` follows the recorded ops backwards from the box. A copy or cast needs the same box of its
 operand, a concatenation the boxes of some operands, a file the bytes of the box. If an op mixes
-elements in another way, all of its result is computed, as `Recorder.whole` does.
+elements in another way, all of its result is computed, as `Recorder.materialize` does.
 """
 
 from collections.abc import Callable, Sequence
@@ -231,9 +231,9 @@ def _through(view: View, box: Box, base: View, compute: Callable[[Box], Tensor])
             return _through_rows(view, box, base, compute)
 
     everything = compute(Box((0,) * len(base.size), base.size))
-    whole = torch.empty_strided(base.size, base.stride, dtype=base.dtype).copy_(everything)
+    base_tensor = torch.empty_strided(base.size, base.stride, dtype=base.dtype).copy_(everything)
     offset = view.offset - base.offset * base.dtype.itemsize // view.dtype.itemsize
-    storage = whole.untyped_storage()
+    storage = base_tensor.untyped_storage()
     moved = View(view.storage, view.size, view.stride, offset, view.dtype)
     return _cut(view_of(storage, moved), box)
 
@@ -296,8 +296,8 @@ def _through_rows(view: View, box: Box, base: View, compute: Callable[[Box], Ten
 def _is_contiguous(view: View) -> bool:
     """Return whether the view's elements follow one another in memory."""
     stride = 1
-    for size, own in zip(reversed(view.size), reversed(view.stride), strict=True):
-        if size != 1 and own != stride:
+    for size, view_stride in zip(reversed(view.size), reversed(view.stride), strict=True):
+        if size != 1 and view_stride != stride:
             return False
         stride *= size
     return True

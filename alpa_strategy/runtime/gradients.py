@@ -150,7 +150,7 @@ class GradientReducer:
         is_here = [int(sharded.has_gradient) for sharded in self._parameters]
         is_missing = [1 - here for here in is_here]
         table = torch.tensor([is_here, is_missing], device=self._parameters[0].device)
-        used, missing = self._mesh.whole.all_reduce(table, "max").tolist()
+        used, missing = self._mesh.all_devices.all_reduce(table, "max").tolist()
 
         used_names: set[str] = set()
         only_somewhere: set[str] = set()
@@ -178,7 +178,7 @@ class GradientReducer:
 
         # -1 of all other devices is smaller than the first device's.
         table = torch.tensor(positions, device=parameters[0].device)
-        positions = self._mesh.whole.all_reduce(table, "max").tolist()
+        positions = self._mesh.all_devices.all_reduce(table, "max").tolist()
         indices = sorted(range(len(positions)), key=positions.__getitem__)
         return [parameters[index] for index in indices]
 
@@ -348,7 +348,7 @@ class ReplicaReducer(GradientReducer):
             # This rank has made no gradient.
             device = sharded.parameter.device
             rows = torch.zeros(sharded.shape[:1], dtype=torch.bool, device=device)
-        sharded.make_sparse(self._mesh.whole.all_reduce(rows.int(), "max").bool())
+        sharded.make_sparse(self._mesh.all_devices.all_reduce(rows.int(), "max").bool())
 
     def _start(self, buckets: "Sequence[Bucket]", required: Set[str]) -> "list[Bucket]":
         """Start those of `buckets` that have a required gradient, and return these."""

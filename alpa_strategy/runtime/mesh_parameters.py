@@ -94,7 +94,7 @@ class MeshParameters:
             num_batch_dims = int(0 in reads[sharded.parameter].free_dims)
             work.append(matrix_work(sharded.module_shape, num_batch_dims))
         num_elements = [sharded.module_shape.numel() for sharded in stepped_in_full]
-        owners = assign_owners(work, num_elements, self.mesh.whole.size)
+        owners = assign_owners(work, num_elements, self.mesh.all_devices.size)
         for sharded, owner in zip(stepped_in_full, owners, strict=True):
             sharded.owner = owner
 
@@ -164,7 +164,7 @@ class MeshParameters:
             if sharded.is_gathered_once and sharded.leaf is None and sharded.link is None:
                 sharded.begin_gathering()
 
-        if not prefetched_bytes or self.mesh.whole.size == 1 or not torch.is_grad_enabled():
+        if not prefetched_bytes or self.mesh.all_devices.size == 1 or not torch.is_grad_enabled():
             return LazyTensors(self.step_input)
 
         sums = Sums(prefetched_bytes)
@@ -272,8 +272,8 @@ class MeshParameters:
                 sharded.set_complete_aside(grads)
 
         self._hooks.append(sharded.accumulator.register_prehook(before_accumulation))
-        made = partial(self._made, sharded.name)
-        self._hooks.append(parameter.register_post_accumulate_grad_hook(made))
+        after_accumulation = partial(self._made, sharded.name)
+        self._hooks.append(parameter.register_post_accumulate_grad_hook(after_accumulation))
 
     def _made(self, name: str, used: Tensor) -> None:
         """Take the local gradient of a parameter, or of its copy, that the backward has made."""

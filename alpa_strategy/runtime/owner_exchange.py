@@ -21,7 +21,7 @@ class OwnedParameter:
 
     sharded: ShardedParameter
 
-    # Index of the owner in `mesh.whole`.
+    # Index of the owner in `mesh.all_devices`.
     owner: int
 
     # The devices whose shards make up the full tensor: one for each shard, near the owner.
@@ -47,7 +47,7 @@ class OwnedParameter:
     @property
     def is_here(self) -> bool:
         """Whether this device is the owner."""
-        return self.owner == self.sharded.mesh.whole.index
+        return self.owner == self.sharded.mesh.all_devices.index
 
     def new_full(self) -> Tensor:
         """Return memory for the full tensor, of `module_shape`, where the shard is."""
@@ -92,7 +92,7 @@ class OwnerExchange:
         Returns:
             A function that waits, and writes to the targets.
         """
-        here = self._mesh.whole.index
+        here = self._mesh.all_devices.index
         sent: list[_Part] = []
         received: list[_Part] = []
         for parameter in self._owned:
@@ -124,7 +124,7 @@ class OwnerExchange:
         for parameter in self._owned:
             if parameter.is_here:
                 full = fulls(parameter)
-                for device in range(self._mesh.whole.size):
+                for device in range(self._mesh.all_devices.size):
                     sent.append((device, parameter.shard_of(full, device)))
             received.append((parameter.owner, targets(parameter)))
         return self._start(sent, received)
@@ -148,18 +148,18 @@ class OwnerExchange:
         self, sent: list[_Part], received: list[_Part], dtype: torch.dtype
     ) -> Callable[[], None]:
         """Start one exchange, without what this device has for itself."""
-        whole = self._mesh.whole
-        here = whole.index
+        all_devices = self._mesh.all_devices
+        here = all_devices.index
         local_sent = [tensor for device, tensor in sent if device == here]
         local_received = [tensor for device, tensor in received if device == here]
         for source, target in zip(local_sent, local_received, strict=True):
             target.copy_(source.reshape(target.shape))
-        if whole.size == 1:
+        if all_devices.size == 1:
             return lambda: None
 
-        flat, num_sent = _flat(sent, here, whole.size, dtype, self._owned[0].sharded.device)
-        num_received = _num_elements(received, here, whole.size)
-        pending = whole.start_exchange(flat, num_sent, num_received)
+        flat, num_sent = _flat(sent, here, all_devices.size, dtype, self._owned[0].sharded.device)
+        num_received = _num_elements(received, here, all_devices.size)
+        pending = all_devices.start_exchange(flat, num_sent, num_received)
         targets = _in_order(received, here)
         return lambda: _write(pending, targets)
 

@@ -230,7 +230,7 @@ class ParameterStore:
         """
         known = self._known.get(parameter)
         if known is None:
-            return self.mesh.whole.index, self.mesh.whole.size
+            return self.mesh.all_devices.index, self.mesh.all_devices.size
         return None if known.owned is None else known.owned.replica()
 
     def counts_here(self, parameter: nn.Parameter) -> bool:
@@ -258,7 +258,7 @@ class ParameterStore:
                 owners[known.name] = sharded.mesh.ranks[sharded.owner]
         of_ranks = [owners]
         if self._is_split:
-            of_ranks = all_gather_object(owners, self.mesh.whole.group)
+            of_ranks = all_gather_object(owners, self.mesh.all_devices.group)
         for known in self._known.values():
             source = known.source if self._is_split else 0
             known.stepped_by = of_ranks[source].get(known.name)
@@ -275,14 +275,14 @@ class ParameterStore:
             return True
         if known.local is None:
             return False
-        return known.local.owner in (None, known.local.mesh.whole.index)
+        return known.local.owner in (None, known.local.mesh.all_devices.index)
 
     def writes_state(self, parameter: nn.Parameter) -> bool:
         """Whether this rank has the state of a parameter that is stepped in full, for checkpoints.
 
         One rank of the store has it, one store of `copies`.
         """
-        rank = self.mesh.ranks[self.mesh.whole.index]
+        rank = self.mesh.ranks[self.mesh.all_devices.index]
         return self._known[parameter].stepped_by == rank and self.copies[0] == 0
 
     def state_of_owner(self, parameter: nn.Parameter, tensor: Tensor, shape: torch.Size) -> Tensor:
@@ -293,14 +293,14 @@ class ParameterStore:
             tensor: the state tensor at the owner; elsewhere only its dtype is used.
             shape: of the state tensor.
         """
-        rank = self.mesh.ranks[self.mesh.whole.index]
+        rank = self.mesh.ranks[self.mesh.all_devices.index]
         source = self._known[parameter].stepped_by
         if source == rank:
             full = tensor.to(self.device).contiguous()
         else:
             full = torch.empty(shape, dtype=tensor.dtype, device=self.device)
-        if self.mesh.whole.size > 1:
-            dist.broadcast(full, group=self.mesh.whole.group, group_src=source)
+        if self.mesh.all_devices.size > 1:
+            dist.broadcast(full, group=self.mesh.all_devices.group, group_src=source)
         return full
 
     @property
@@ -430,7 +430,7 @@ class ParameterStore:
             full = torch.empty(shape or known.shape, dtype=tensor.dtype, device=self.device)
         if self._is_split:
             full = full.contiguous()
-            dist.broadcast(full, group=self.mesh.whole.group, group_src=known.source)
+            dist.broadcast(full, group=self.mesh.all_devices.group, group_src=known.source)
         return full
 
     def unsharded_for_autograd(self, parameter: nn.Parameter) -> Tensor:
@@ -497,7 +497,7 @@ class ParameterStore:
         for parameter, known in self._known.items():
             if known.owned is not None and parameter in local_objects:
                 owned[known.name] = local_objects[parameter]
-        of_ranks = all_gather_object(owned, self.mesh.whole.group)
+        of_ranks = all_gather_object(owned, self.mesh.all_devices.group)
 
         result = {p: value for p, value in local_objects.items() if p not in self}
         for parameter, known in self._known.items():

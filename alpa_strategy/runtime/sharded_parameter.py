@@ -73,8 +73,8 @@ class ShardedParameter:
     # Whether the step uses a gathered copy, `leaf`, which is made once per step.
     is_gathered_once: bool
 
-    # Index in `mesh.whole` of the device that steps it in full, and has all of its optimizer state.
-    # None: each device steps its shard.
+    # Index in `mesh.all_devices` of the device that steps it in full, and has all of its optimizer
+    # state. None: each device steps its shard.
     owner: int | None = None
 
     # To host memory, once the parameter is stored there.

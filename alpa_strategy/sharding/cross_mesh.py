@@ -304,7 +304,7 @@ class Channel:
 def plan_channels(
     stages: Sequence[StageSpec],
     metas: Sequence[TensorMeta],
-    given: Collection[int] = (),
+    external: Collection[int] = (),
     cluster: ClusterSpec | None = None,
 ) -> tuple[Channel, ...]:
     """Return all channels, ordered by (source, target): the same on all ranks.
@@ -312,7 +312,7 @@ def plan_channels(
     Args:
         stages: in pipeline order.
         metas: of every value, in one micro-batch, at global shapes.
-        given: values that need no channel: every rank has them before the first micro-batch.
+        external: values that need no channel: every rank has them before the first micro-batch.
         cluster: local all-gathers are used if they are faster on its links; None: never.
 
     Raises:
@@ -321,7 +321,7 @@ def plan_channels(
     needs: dict[tuple[int, int], list[int]] = {}
     for target, stage in enumerate(stages):
         for value in stage.received:
-            if value in given:
+            if value in external:
                 continue
             source = _source(value, stages, target)
             if source is None:

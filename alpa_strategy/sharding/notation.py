@@ -43,7 +43,7 @@ class Index:
     # `*b`: stands for any number of dims
     group: bool = False
     # `k!`: its dims must not be sharded
-    whole: bool = False
+    unsharded: bool = False
     # `h=`: its dims may be sharded into equal chunks alone
     even: bool = False
     # `v@name`: local implementation that is required if it is sharded
@@ -111,8 +111,8 @@ def _parse_indices(text: str, rule: str) -> tuple[Index, ...]:
                 f"{part!r} is no index in the sharding rule {rule!r}",
                 "see sharding/notation.py",
             )
-        star, name, whole, even, implementation = match.groups()
-        indices.append(Index(name, bool(star), bool(whole), bool(even), implementation))
+        star, name, unsharded, even, implementation = match.groups()
+        indices.append(Index(name, bool(star), bool(unsharded), bool(even), implementation))
     return tuple(indices)
 
 
@@ -300,7 +300,7 @@ def _dims_of_keys(keys: list[tuple[Key, Index]], shape: tuple[int, ...]) -> dict
 def _split_of(key: Key, indices: list[Index], rule: _ReadRule, call: OpCall) -> "Split | None":
     """The split of an op's work along one index; None if it cannot be sharded."""
     is_sharded_anywhere = any(key in operand.dims for _, operand in rule.operands)
-    if any(index.whole for index in indices) or not is_sharded_anywhere:
+    if any(index.unsharded for index in indices) or not is_sharded_anywhere:
         return None
     is_contracted = not any(key in result.dims for result in rule.results)
     implementation = next((i.implementation for i in indices if i.implementation), None)

@@ -407,18 +407,18 @@ def _sum_to_size(call: OpCall, axis_size: int) -> str:
 
 
 def _write_into(
-    call: OpCall, axis_size: int, lacking: tuple[str, ...] = (), whole: tuple[str, ...] = ()
+    call: OpCall, axis_size: int, lacking: tuple[str, ...] = (), unsharded: tuple[str, ...] = ()
 ) -> str:
     """A tensor of which a slice is replaced: the dims that the slice has as well are parallel.
 
     Args:
         lacking: arguments that name dims which the slice lacks.
-        whole: arguments that name dims which must not be sharded.
+        unsharded: arguments that name dims which must not be sharded.
     """
     bound = bind(call)
     rank = len(call.results[0].shape)
     lacking_dims = {bound[name] % rank for name in lacking}
-    unsharded_dims = lacking_dims | {bound[name] % rank for name in whole}
+    unsharded_dims = lacking_dims | {bound[name] % rank for name in unsharded}
 
     indices = []
     for d in range(rank):
@@ -543,7 +543,7 @@ NOTATION: dict[str, Notation] = {
         partial(_write_into, lacking=("dim1", "dim2")), linear=_TOGETHER, carries=True
     ),
     "aten.slice_scatter": Notation(
-        partial(_write_into, whole=("dim",)), linear=_TOGETHER, carries=True
+        partial(_write_into, unsharded=("dim",)), linear=_TOGETHER, carries=True
     ),
     "aten.index_select": Notation(_index_select, linear=FIRST, carries=True),
     **{f"aten.{name}": Notation(_gather, carries=True) for name in ("gather", "take_along_dim")},

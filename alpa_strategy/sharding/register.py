@@ -207,7 +207,7 @@ def _bad_indices(signature: Signature) -> str:
                 return f"@{index.implementation}: local implementations are the package's own"
             if names.count(index.name) > 1:
                 return f"{index.name} stands twice in one bracket"
-            if index.name not in known and not index.whole:
+            if index.name not in known and not index.unsharded:
                 return (
                     f"{index.name} is in no operand, so that no device could compute a shard of it:"
                     f" write {index.name}!"

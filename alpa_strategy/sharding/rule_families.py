@@ -63,14 +63,14 @@ def broadcast_dim(call: OpCall, operand: int, dim: int, rank: int) -> int | None
 
 def aligned(
     call: OpCall,
-    whole: tuple[int, ...] = (),
+    unsharded: tuple[int, ...] = (),
     linear: tuple[tuple[int, ...], ...] = (),
     carries: bool = True,
 ) -> RuleMatch:
     """Rule of ops whose results have the operands' broadcast shape.
 
     Args:
-        whole: dims that must not be sharded.
+        unsharded: dims that must not be sharded.
         linear: as for `linear_sets`.
         carries: as `RuleMatch.carries`.
     """
@@ -79,7 +79,7 @@ def aligned(
     splits = []
     for dim in range(rank):
         dims = [(i, broadcast_dim(call, i, dim, rank)) for i in operands]
-        if dim not in whole and any(operand_dim is not None for _, operand_dim in dims):
+        if dim not in unsharded and any(operand_dim is not None for _, operand_dim in dims):
             splits.append(split_from_dims(call, dims, [dim] * len(call.results)))
     return RuleMatch(splits, linear_sets(call, linear), carries, "pointwise")
 
@@ -113,8 +113,8 @@ def along(call: OpCall, where: Any = "dim", linear: tuple[tuple[int, ...], ...] 
         where: the dim or dims (None: all), or the argument that names them.
     """
     dims = bind(call)[where] if isinstance(where, str) else where
-    whole = dims_of(dims, len(call.results[0].shape))
-    return aligned(call, whole=whole, linear=linear, carries=False)
+    unsharded = dims_of(dims, len(call.results[0].shape))
+    return aligned(call, unsharded=unsharded, linear=linear, carries=False)
 
 
 def reduction(
@@ -295,8 +295,8 @@ def repeat(call: OpCall) -> RuleMatch:
     """Rule of repeat, tile: dims that are not repeated may be sharded."""
     source, target = _source(call), call.results[0].shape
     offset = len(target) - len(source)
-    kept = [dim for dim in range(offset, len(target)) if source[dim - offset] == target[dim]]
-    return _moved(call, [(dim - offset, dim) for dim in kept])
+    unrepeated = [dim for dim in range(offset, len(target)) if source[dim - offset] == target[dim]]
+    return _moved(call, [(dim - offset, dim) for dim in unrepeated])
 
 
 def repeat_interleave(call: OpCall) -> RuleMatch:
@@ -535,7 +535,7 @@ def renorm(call: OpCall) -> RuleMatch:
     rank = len(call.results[0].shape)
     others = list(range(rank))
     others.remove(bind(call)["dim"] % rank)
-    return aligned(call, whole=tuple(others))
+    return aligned(call, unsharded=tuple(others))
 
 
 def histogram(call: OpCall) -> RuleMatch:

@@ -29,7 +29,7 @@ from alpa_strategy.cli import main
 
 def whole_state(strategy: Any) -> dict[str, Any]:
     """The optimizer's, as a plain Trainer would write it."""
-    with strategy.run.whole.suspended():
+    with strategy.run.full_parameters.suspended():
         return state_dict_with(strategy.optimizers[0], strategy.store, strategy.store.gather_like)
 
 

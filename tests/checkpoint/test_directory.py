@@ -156,4 +156,4 @@ def test_any_box_can_be_read_from_any_chunks(
     part = torch.empty([high - low for low, high in box])
     stored.fill([Chunk(tuple(low for low, _ in box), part)])
     assert torch.equal(part, tensor[tuple(slice(*ends) for ends in box)])
-    assert torch.equal(stored.whole(), tensor)
+    assert torch.equal(stored.full_tensor(), tensor)

@@ -83,7 +83,7 @@ def check(folder: Path) -> int:
     found = 0
     for path in folder.glob("*.ckpt"):
         checkpoint = open_checkpoint(path)
-        map_tensors(checkpoint, StoredTensor, StoredTensor.whole)
+        map_tensors(checkpoint, StoredTensor, StoredTensor.full_tensor)
         found = max(found, checkpoint["global_step"])
     return found
 

@@ -121,7 +121,7 @@ def saved(path: Path) -> Path:
 
 
 def read_all(path: Path) -> object:
-    return map_tensors(open_checkpoint(path), StoredTensor, lambda stored: stored.whole())
+    return map_tensors(open_checkpoint(path), StoredTensor, lambda stored: stored.full_tensor())
 
 
 @pytest.mark.parametrize("name", [REST, ".metadata", "__0_0.distcp"])

@@ -144,7 +144,7 @@ def test_other_readers_take_urls_and_copies(pool, tmp_path: Path) -> None:
     assert is_checkpoint(url)
     exported = export_checkpoint(url, tmp_path / "plain.ckpt")
     expected = torch.load(exported)["state_dict"]
-    stored = map_tensors(open_checkpoint(url)["state_dict"], StoredTensor, StoredTensor.whole)
+    stored = map_tensors(open_checkpoint(url)["state_dict"], StoredTensor, StoredTensor.full_tensor)
     assert_bitwise(dict(stored), dict(expected))
 
     # A bucket that is copied to a disk is read there, and a folder of shards by itself.
@@ -218,7 +218,7 @@ def test_after_kill_9_the_last_complete_checkpoint_is_read(
     complete = {}
     for path in sorted((tmp_path / "bucket").glob("*.ckpt")):
         checkpoint = open_checkpoint(f"store://{path}")
-        map_tensors(checkpoint, StoredTensor, StoredTensor.whole)
+        map_tensors(checkpoint, StoredTensor, StoredTensor.full_tensor)
         complete[path.name] = checkpoint["global_step"]
     assert complete.get("last.ckpt") == step
     state = pool.run(2, finish, root, timeout=200)[0]
@@ -269,21 +269,24 @@ def test_a_failed_upload_is_one_error_and_nothing_is_lost(
     assert "the bucket is read-only" in errors[0]
     assert sorted(name for name in files_in(root) if name.endswith(".ckpt")) == expected
     for name in expected:
-        map_tensors(open_checkpoint(f"{bucket(root)}/{name}"), StoredTensor, StoredTensor.whole)
+        map_tensors(
+            open_checkpoint(f"{bucket(root)}/{name}"), StoredTensor, StoredTensor.full_tensor
+        )
 
 
 class Timed(AlpaStrategy):
-    """Adds up the seconds that `save_checkpoint` takes."""
+    """Notes the seconds that the last `save_checkpoint` took."""
 
     seconds = 0.0
 
     def save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
         begin = time.perf_counter()
         super().save_checkpoint(*args, **kwargs)
-        self.seconds += time.perf_counter() - begin
+        self.seconds = time.perf_counter() - begin
 
 
 def save_slowly(root: str) -> tuple[float, float]:
+    """Seconds of a save in a training, and after it. The first save of all imports modules."""
     options = {"cluster": "pcie_8gpu", "plan_dir": f"{root}/plans", "verbose": False}
     strategy = Timed(parallel="zero3", checkpoint="sharded", **options)
     model = make_model()
@@ -294,7 +297,7 @@ def save_slowly(root: str) -> tuple[float, float]:
             strategy=strategy,
             max_steps=2,
             default_root_dir=root,
-            callbacks=[ModelCheckpoint(bucket(root), "one", every_n_train_steps=2, save_top_k=1)],
+            callbacks=[ModelCheckpoint(bucket(root), "one", every_n_train_steps=1, save_top_k=1)],
             logger=False,
             enable_progress_bar=False,
             enable_model_summary=False,
@@ -303,11 +306,12 @@ def save_slowly(root: str) -> tuple[float, float]:
         trainer.fit(model, make_loader(model, 2))
         blocked = strategy.seconds
         trainer.save_checkpoint(f"{bucket(root)}/two.ckpt")
-    return blocked, strategy.seconds - blocked
+    return blocked, strategy.seconds
 
 
 def test_training_is_not_blocked_by_a_slow_store(pool, tmp_path: Path) -> None:
     blocked, synchronous = pool.run(2, save_slowly, str(tmp_path), timeout=200)[0]
+    print(f"blocked {blocked:.3f} s, synchronous {synchronous:.1f} s")
     assert synchronous > 8
     assert blocked <= 0.05 * synchronous
 

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
+from alpa_strategy.display.plan_words import plan_words
 from alpa_strategy.display.progress import Progress
 from alpa_strategy.display.table import (
     measured_line,
@@ -234,3 +235,11 @@ def test_progress_is_silent_where_it_is_not_enabled():
     with Progress(enabled=False, console=console)("capture"):
         pass
     assert console.export_text() == ""
+
+
+def test_words_of_interleaved_stages_name_the_groups_of_devices():
+    plan = gpt_plan(4)
+    assert plan_words(plan).startswith("4 pipeline stages of ")
+    stages = [replace(s, first_device=s.first_device % 16) for s in plan.stages]
+    words = plan_words(replace(plan, stages=tuple(stages)))
+    assert words.startswith("4 pipeline stages on 2 groups of devices, each ")

@@ -33,7 +33,7 @@ def same_as_gloo(seed: int) -> int:
     """Collectives of any kind, dtype and size, in one order, with ranks that come late. How many
     there were.
     """
-    axis = build_mesh((dist.get_world_size(),), own_group="test").whole
+    axis = build_mesh((dist.get_world_size(),), own_group="test").all_devices
     assert axis._shared is not None
     size, rank = axis.size, axis.index
     common, local = random.Random(seed), random.Random(1000 * seed + rank)
@@ -85,7 +85,7 @@ def begun_together(seed: int) -> int:
     """Sums that are begun, many times what shared memory holds, and waited for in an order of each
     rank's own, while
     others are made at once; every rank has the same bits."""
-    axis = build_mesh((dist.get_world_size(),), own_group="test").whole
+    axis = build_mesh((dist.get_world_size(),), own_group="test").all_devices
     size, rank = axis.size, axis.index
     common, local = random.Random(seed), random.Random(1000 * seed + rank)
     for call in range(5):
@@ -124,7 +124,7 @@ def test_sums_that_are_begun(pool, ranks):
 
 def without_room() -> tuple[bool, float]:
     with patch.object(shared_memory, "TOTAL_BYTES", 2**60):
-        axis = build_mesh((dist.get_world_size(),), own_group="test").whole
+        axis = build_mesh((dist.get_world_size(),), own_group="test").all_devices
     return axis._shared is None, float(axis.all_reduce(torch.ones(3)).sum())
 
 

@@ -65,18 +65,20 @@ def check_axis(axis, dtypes=DTYPES):
 def check_mesh(shape, backend="torch"):
     mesh = build_mesh(shape, backend=backend)
     world = dist.get_world_size()
-    assert mesh.whole.size == world
-    assert mesh.whole.index == dist.get_rank()
-    torch.testing.assert_close(mesh.whole.all_reduce(torch.ones(2)), torch.full((2,), float(world)))
+    assert mesh.all_devices.size == world
+    assert mesh.all_devices.index == dist.get_rank()
+    torch.testing.assert_close(
+        mesh.all_devices.all_reduce(torch.ones(2)), torch.full((2,), float(world))
+    )
     for axis, size, index in zip(mesh.axes, mesh.shape, mesh.coordinate, strict=True):
         assert (axis.size, axis.index) == (size, index)
     dtypes = DTYPES if backend == "torch" else (torch.float32, torch.bool)
     counts = [check_axis(axis, dtypes) for axis in mesh.axes]
-    pending = mesh.whole.start_all_reduce(torch.full((3,), 1.0))
-    scattered = mesh.whole.start_reduce_scatter(torch.arange(float(world * 2)).view(world, 2))
+    pending = mesh.all_devices.start_all_reduce(torch.full((3,), 1.0))
+    scattered = mesh.all_devices.start_reduce_scatter(torch.arange(float(world * 2)).view(world, 2))
     torch.testing.assert_close(pending.wait(), torch.full((3,), float(world)))
     torch.testing.assert_close(
-        scattered.wait(), world * torch.arange(2.0) + 2 * world * mesh.whole.index
+        scattered.wait(), world * torch.arange(2.0) + 2 * world * mesh.all_devices.index
     )
     return sum(counts)
 

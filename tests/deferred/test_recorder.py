@@ -142,7 +142,7 @@ def assert_equal(plain: nn.Module, deferred: nn.Module, recorder: Recorder) -> N
     assert expected.keys() == results.keys()
     before = torch.get_rng_state()
     for name in reversed(expected):  # in any order
-        value = recorder.whole(results[name].detach())
+        value = recorder.materialize(results[name].detach())
         assert value.dtype == expected[name].dtype, name
         assert torch.equal(value, expected[name]), name
     assert torch.equal(torch.get_rng_state(), before)
@@ -224,10 +224,10 @@ def test_given_data_that_changes_afterwards_is_an_error() -> None:
     with recorder.recording():
         layer = nn.Linear(1024, 1024)
         layer.weight.data.copy_(data)
-    assert torch.equal(recorder.whole(layer.weight.detach()), data)
+    assert torch.equal(recorder.materialize(layer.weight.detach()), data)
     data.zero_()
     with pytest.raises(CaptureError, match="was changed afterwards"):
-        recorder.whole(layer.weight.detach())
+        recorder.materialize(layer.weight.detach())
 
 
 def test_ranks_without_a_common_seed_agree() -> None:

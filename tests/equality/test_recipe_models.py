@@ -1,5 +1,5 @@
-"""The paper's other families keep the contract: a mixture of experts and a Wide-ResNet equal one
-process, any plan.
+"""The paper's other families and CLIP keep the contract: a mixture of experts, a Wide-ResNet and
+contrasted pairs equal one process, any plan.
 """
 
 from __future__ import annotations
@@ -47,6 +47,11 @@ def reference(pool):
         ("recipe_wide_resnet", {}, 2, {}),
         ("recipe_wide_resnet", {}, 2, {"parallel": "tensor"}),
         ("recipe_wide_resnet", {}, 4, {"logical_mesh": (2, 2)}),
+        # All pairs of all ranks: one step sees them, or ranks gather features as under DDP.
+        ("recipe_clip", {}, 2, {"parallel": "tensor"}),
+        ("recipe_clip", {"gather": True}, 2, {"batch_scope": "auto"}),
+        pytest.param("recipe_clip", {}, 2, {"parallel": "zero3"}, marks=pytest.mark.slow),
+        pytest.param("recipe_clip", {}, 2, {"num_stages": 2}, marks=pytest.mark.slow),
     ],
 )
 def test_equals_one_process(pool, reference, tmp_path, model, kwargs, world_size, options):
@@ -57,5 +62,5 @@ def test_equals_one_process(pool, reference, tmp_path, model, kwargs, world_size
     pinned = options.get("placements")
     if pinned:
         assert runs[0]["modes"]["blocks.0.mlp.fc"] == pinned["blocks.*.mlp.fc"]
-    if options.get("num_stages"):
+    if options.get("num_microbatches"):
         assert runs[0]["pipeline"][:2] == (2, 2)

@@ -67,9 +67,9 @@ def assert_boxes(deferred: nn.Module, expected: nn.Module, recorder: Recorder) -
         target = torch.empty_like(full)
         read_into(recorder, own[name].detach(), (0,) * full.dim(), target)
         assert torch.equal(target, full), name
-        assert torch.equal(recorder.whole(own[name].detach()), full), name
+        assert torch.equal(recorder.materialize(own[name].detach()), full), name
     for name, buffer in expected.named_buffers():
-        assert torch.equal(recorder.whole(deferred.get_buffer(name)), buffer), name
+        assert torch.equal(recorder.materialize(deferred.get_buffer(name)), buffer), name
     return num_deferred
 
 
@@ -106,7 +106,7 @@ def test_a_new_head_is_initialized_as_by_the_library(folder):
         lambda: hf.from_pretrained(path, auto_class, strict=False, **arguments)
     )
     assert_boxes(deferred, expected, recorder)
-    assert torch.equal(recorder.whole(deferred.score.weight.detach()), expected.score.weight)
+    assert torch.equal(recorder.materialize(deferred.score.weight.detach()), expected.score.weight)
     with pytest.raises(CheckpointError, match=r"has no weights for score\.weight"):
         hf.from_pretrained(path, auto_class, **arguments)
 

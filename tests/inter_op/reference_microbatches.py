@@ -69,7 +69,7 @@ def run_microbatches(
             else:
                 batch.append(cut(tensor, rows(0, micro.num_runs), micro.num_microbatches, index))
         received = {}
-        for value, source in micro.given.items():
+        for value, source in micro.from_prologue.items():
             if micro.states[value].kind == "whole":
                 received[value] = values[source]
             else:

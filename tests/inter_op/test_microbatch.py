@@ -132,7 +132,7 @@ def check_graph(step: StepGraph, micro: MicroStep) -> None:
         assert all(graph.values[value] == meta for value, meta in defined.items())
         names = [op.name for op in graph.ops]
         assert len(set(names)) == len(names)
-    assert set(micro.given) == set(micro.graph.received)
+    assert set(micro.from_prologue) == set(micro.graph.received)
     assert set(micro.states) == {*micro.graph.received, *micro.graph.escaping}
 
 

@@ -42,7 +42,7 @@ def test_order_and_sizes_of_a_known_graph():
 
 
 def test_kept_variables_stay():
-    order = elimination_order([3, 3, 3], [(0, 1), (1, 2)], kept=(0, 2))
+    order = elimination_order([3, 3, 3], [(0, 1), (1, 2)], outer=(0, 2))
     assert order == [(1, 27.0)]
 
 

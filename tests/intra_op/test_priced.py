@@ -41,12 +41,12 @@ def test_problems_together_have_the_optima_that_each_has_alone():
         transfers.append(replace(same[0], cost=costs, memory=costs))
     kept = (0, len(choices) - 1)
     network = network_of(Problem(tuple(choices), tuple(transfers)))
-    order = plan_order(network, kept=kept)
+    order = plan_order(network, outer=kept)
     minimum, values = eliminate(network, order.variables, kept)
 
     for number, problem in enumerate(every):
         network = network_of(problem)
-        order = plan_order(network, kept=kept)
+        order = plan_order(network, outer=kept)
         (alone,), _ = eliminate(network, order.variables, kept)
         assert np.allclose(minimum[number], alone)
         for pair in np.ndindex(alone.shape):

@@ -53,7 +53,7 @@ def plan(model, rows, **options):
     chosen_plan = choose_plan(PlanTask(step, CLUSTER, options, ADAM))
     if chosen_plan.is_pipelined:
         micro = microbatch(step, chosen_plan.num_microbatches, 4)
-        check_plan(chosen_plan, micro.graph, 4, micro.given)
+        check_plan(chosen_plan, micro.graph, 4, micro.from_prologue)
     else:
         check_plan(chosen_plan, step, 4, ())
     return chosen_plan

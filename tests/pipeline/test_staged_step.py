@@ -129,7 +129,7 @@ def given_values(micro, parameters, buffers, leaves):
     outputs = run_step(
         micro.prologue, parameters, buffers, [leaves[b.leaf] for b in micro.prologue.batch]
     )
-    return {value: outputs[source] for value, source in micro.given.items()}
+    return {value: outputs[source] for value, source in micro.from_prologue.items()}
 
 
 def run_planned(name, options):

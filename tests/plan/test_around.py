@@ -47,7 +47,7 @@ def plan(model, rows, around=None, devices=4, length=None, **options):
     step = capture_step(module, batch, world_size=devices, batch_scope=options.rows)
     if chosen_plan.is_pipelined:
         micro = microbatch(step, chosen_plan.num_microbatches, devices)
-        check_plan(chosen_plan, micro.graph, devices, micro.given)
+        check_plan(chosen_plan, micro.graph, devices, micro.from_prologue)
     else:
         check_plan(chosen_plan, step, devices, ())
     return chosen_plan

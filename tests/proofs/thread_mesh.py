@@ -130,7 +130,7 @@ class ThreadMesh:
     shape: tuple[int, ...]
     coordinate: tuple[int, ...]
     axes: tuple[ThreadAxis, ...]
-    whole: ThreadAxis
+    all_devices: ThreadAxis
     is_in_order: bool = True
 
 

@@ -372,7 +372,9 @@ def run_case(case: Case, root: Path, script: str = JOB, limit: float = 10.0) -> 
 
 def _look_at_checkpoints(case: Case, root: Path, outcome: Outcome) -> None:
     for path in root.glob("*.ckpt"):
-        whole = map_tensors(open_checkpoint(path), StoredTensor, lambda stored: stored.whole())
+        whole = map_tensors(
+            open_checkpoint(path), StoredTensor, lambda stored: stored.full_tensor()
+        )
         if not all(torch.isfinite(value).all() for value in whole["state_dict"].values()):
             outcome.wrong.append(f"{path.name} holds values that are not finite")
     could_save = (

@@ -426,7 +426,7 @@ class Sizes(pl.Callback):
         assert sum(p.numel() for p in pl_module.parameters()) == NUM_ELEMENTS
         assert pl_module.net(torch.zeros(1, 64, dtype=torch.float64)).isfinite().all()
         run = getattr(trainer.strategy, "run", None)
-        with nullcontext() if run is None else run.whole.suspended():
+        with nullcontext() if run is None else run.full_parameters.suspended():
             self.seen.append(sum(p.data.numel() for p in self.parameters))
 
     def on_test_start(self, trainer: pl.Trainer, pl_module: Any) -> None:

@@ -53,6 +53,7 @@ PLANTED = {
     "ternary-in-comprehension": "x = [\n    y if z else 0\n    for y in w\n]\n",
     "nested-comprehension": "x = [[z for z in y] for y in w]\n",
     "phrase": "# the step is run as it is written\n",
+    "vague-name": "for each in (1, 2):\n    print(each)\n",
 }
 
 
@@ -65,6 +66,28 @@ def test_a_planted_example_of_each_layout_rule_is_seen(tmp_path, monkeypatch, ru
     violations = check_structure.all_violations(tmp_path)
     assert rule in {violation.rule for violation in violations}
     assert any(line.startswith(f"{rule}: ") for line in check_structure.over_budget(violations))
+
+
+@pytest.mark.parametrize(
+    "definition",
+    [
+        "found = 1\n",
+        "def f(given):\n    return given\n",
+        "def whole():\n    return 1\n",
+        "x.own = 1\n",
+        "class A:\n    kept: int\n",
+        "[what for what in x]\n",
+        "if made := f():\n    g(made)\n",
+    ],
+)
+def test_a_vague_name_is_seen_wherever_it_is_defined(tmp_path, definition):
+    for folder, rule in (("alpa_strategy", "vague-name"), ("tests", "vague-name-outside")):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "a.py").write_text(definition)
+        rules = [
+            v.rule for v in check_structure.all_violations(tmp_path) if v.path == f"{folder}/a.py"
+        ]
+        assert rules == [rule]
 
 
 @pytest.mark.parametrize(

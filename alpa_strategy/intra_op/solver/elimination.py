@@ -137,17 +137,17 @@ def _direct_factor(
 
 
 def eliminate(
-    network: Network, order: Sequence[int], kept: tuple[int, ...] = ()
+    network: Network, order: Sequence[int], outer: tuple[int, ...] = ()
 ) -> tuple[np.ndarray, list[np.ndarray]]:
-    """Return the minimum for all values of the variables `kept` (inf if every assignment is
-    forbidden), and the minimising value of every variable: tables over problems and `kept`.
+    """Return the minimum for all values of the variables `outer` (inf if every assignment is
+    forbidden), and the minimising value of every variable: tables over problems and `outer`.
     """
-    holding, _, constant = _passed_on(network, order, kept)
-    joined = join([factor for v in kept for factor in holding[v]], kept, network.sizes)
-    minimum = joined + constant.reshape(-1, *[1] * len(kept))
+    holding, _, constant = _passed_on(network, order, outer)
+    joined = join([factor for v in outer for factor in holding[v]], outer, network.sizes)
+    minimum = joined + constant.reshape(-1, *[1] * len(outer))
     indices = np.indices(minimum.shape)
     values: list[np.ndarray] = [np.zeros((), dtype=int)] * len(network.sizes)
-    for axis, v in enumerate(kept, start=1):
+    for axis, v in enumerate(outer, start=1):
         values[v] = indices[axis]
     for v in reversed(order):
         values[v] = _best_values(holding[v], v, values, indices[0])
@@ -225,14 +225,14 @@ def min_marginals(network: Network, order: Sequence[int]) -> list[np.ndarray]:
 
 
 def _passed_on(
-    network: Network, order: Sequence[int], kept: tuple[int, ...] = ()
+    network: Network, order: Sequence[int], outer: tuple[int, ...] = ()
 ) -> tuple[list[list[Factor]], dict[int, Factor], np.ndarray]:
     """Run the first pass, and return (the factors of every bucket, the message of each, [problem]
     the sum of all messages without variables).
 
     A message is the bucket's minimum, over the variables that it shares with later buckets.
     """
-    position = {v: i for i, v in enumerate((*order, *kept))}
+    position = {v: i for i, v in enumerate((*order, *outer))}
     holding = _buckets(network, position)
     messages: dict[int, Factor] = {}
     constant = np.zeros(1)
@@ -372,7 +372,7 @@ def plan_order(
     network: Network,
     most_a_table: float = MAX_TABLE_ENTRIES,
     most_in_all: float = MAX_TOTAL_ENTRIES,
-    kept: Collection[int] = (),
+    outer: Collection[int] = (),
 ) -> Order | None:
     """Return an order of elimination whose tables have at most that many entries; None if there is
     none.
@@ -380,11 +380,11 @@ def plan_order(
     Args:
         most_a_table: entries of one table.
         most_in_all: entries of all tables.
-        kept: variables that are not eliminated.
+        outer: variables that are not eliminated.
     """
     scopes = tuple([factor.scope for factor in network.factors])
     for smallest_table in (False, True):
-        order = _order_of(network.sizes, scopes, tuple(kept), smallest_table)
+        order = _order_of(network.sizes, scopes, tuple(outer), smallest_table)
         entries = [size for _, size in order]
         largest = max(entries, default=0.0)
         if largest <= most_a_table and sum(entries) <= most_in_all:
@@ -396,21 +396,21 @@ def plan_order(
 def _order_of(
     sizes: tuple[int, ...],
     scopes: tuple[tuple[int, ...], ...],
-    kept: tuple[int, ...],
+    outer: tuple[int, ...],
     smallest_table: bool,
 ) -> list[tuple[int, float]]:
     """Return `elimination_order`, cached for networks that differ only in their tables."""
-    return elimination_order(sizes, scopes, kept, smallest_table)
+    return elimination_order(sizes, scopes, outer, smallest_table)
 
 
 def elimination_order(
     sizes: Sequence[int],
     scopes: Iterable[Sequence[int]],
-    kept: Collection[int] = (),
+    outer: Collection[int] = (),
     smallest_table: bool = False,
 ) -> list[tuple[int, float]]:
     """Return (variable, entries of the table that its elimination joins), in order, of all
-    variables but `kept`.
+    variables but `outer`.
 
     Args:
         sizes: values of each variable.
@@ -432,7 +432,7 @@ def elimination_order(
         table = weight[v] + sum(weight[u] for u in others)
         return (table, fill) if smallest_table else (fill, table)
 
-    remaining = set(range(len(sizes))) - set(kept)
+    remaining = set(range(len(sizes))) - set(outer)
     now = {v: cost(v) for v in remaining}
     heap = [(now[v], v) for v in sorted(remaining)]
     heapq.heapify(heap)
