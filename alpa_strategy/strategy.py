@@ -41,7 +41,7 @@ from alpa_strategy.lightning.job import Job, compiled_by_user, options_of_run
 from alpa_strategy.lightning.loader_order import LoaderOrder
 from alpa_strategy.lightning.log_means import reduce_logged
 from alpa_strategy.lightning.master_weights import with_masters
-from alpa_strategy.lightning.parallel_job import ENDS, PAUSES, ParallelJob
+from alpa_strategy.lightning.parallel_job import ENDS, LIGHTNING_OPTIONS, PAUSES, ParallelJob
 from alpa_strategy.lightning.pretrained import SavesPretrained
 from alpa_strategy.lightning.session import Session
 from alpa_strategy.lightning.step_effects import GLOBAL, REPLICAS
@@ -162,15 +162,8 @@ class AlpaStrategy(SavesPretrained, ParallelJob):
         values = dict(locals())
         check_names(unknown, OPTION_NAMES, "unknown option of AlpaStrategy")
         self._read_options(values)
-        super().__init__(
-            collective_timeout_seconds,
-            start_method,
-            accelerator=accelerator,
-            parallel_devices=parallel_devices,
-            cluster_environment=cluster_environment,
-            checkpoint_io=checkpoint_io,
-            precision_plugin=precision_plugin,
-        )
+        of_lightning = {name: values[name] for name in LIGHTNING_OPTIONS}
+        super().__init__(collective_timeout_seconds, start_method, **of_lightning)
         self._checkpoints = Checkpoints(checkpoint, async_checkpoint)
         self._session = Session(self._job, self._checkpoints)
 
@@ -187,7 +180,7 @@ class AlpaStrategy(SavesPretrained, ParallelJob):
         eager_option(self.options, self.limits)
         submodule_options(self.options, self.limits, num_devices)
 
-        # Result of `submodule_options` for the job's devices, once these are known.
+        # Result of `submodule_options`, once the job's devices are known.
         self._submodules: tuple[int, PlanOptions] | None = None
         self._reports = StepReports(self)
         self._loader_order = LoaderOrder()

@@ -80,24 +80,24 @@ class Row:
 
 def plan_row(recipe: str, num_nodes: int) -> Row:
     """Plan one recipe on `num_nodes` nodes with this checkout."""
-    made = run_plan(ROOT, recipe, CLUSTER, f"cluster.num_nodes={num_nodes}", *OVERRIDES)
-    if made.plan is None:
-        return Row("", 0.0, 0.0, "", round(made.cpu_seconds, 1), _error(made))
-    plan = Plan.from_dict(made.plan)
-    mfu = re.search(r"MFU ([\d.]+%)", made.output)
+    planned = run_plan(ROOT, recipe, CLUSTER, f"cluster.num_nodes={num_nodes}", *OVERRIDES)
+    if planned.plan is None:
+        return Row("", 0.0, 0.0, "", round(planned.cpu_seconds, 1), _error(planned))
+    plan = Plan.from_dict(planned.plan)
+    mfu = re.search(r"MFU ([\d.]+%)", planned.output)
     return Row(
         words=plan_words(plan),
         step_seconds=plan.predicted.step_seconds,
         peak_bytes=plan.predicted.peak_bytes,
         mfu="" if mfu is None else mfu[1],
-        cpu_seconds=round(made.cpu_seconds, 1),
+        cpu_seconds=round(planned.cpu_seconds, 1),
     )
 
 
-def _error(made: Planning) -> str:
+def _error(planned: Planning) -> str:
     """The line of the output that names the error."""
-    lines = [line for line in made.output.splitlines() if "Error: " in line]
-    return lines[-1] if lines else made.output.strip().splitlines()[-1]
+    lines = [line for line in planned.output.splitlines() if "Error: " in line]
+    return lines[-1] if lines else planned.output.strip().splitlines()[-1]
 
 
 def read_stored() -> dict[str, dict[str, Row]]:

@@ -42,7 +42,8 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.html is not None:
         # A page of a plan at a URL is written to the current folder.
         _, name = parent_and_name(arguments.plan)
-        path = arguments.html or str(page_path(name if is_url(arguments.plan) else arguments.plan))
+        beside = name if is_url(arguments.plan) else arguments.plan
+        path = arguments.html or str(page_path(beside))
         with _with_details(arguments.plan) as plan_path:
             details = details_of_file(plan_path, plan)
         page = plan_page(plan, details, name, measured)

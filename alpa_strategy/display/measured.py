@@ -84,7 +84,9 @@ def measured_parts(profiled: ProfiledSteps, plan: Plan) -> dict[str, float]:
         plan: of the run.
     """
     stage = 0 if plan.is_eager else slowest_stage(plan)
-    chosen = [rank for rank in profiled.ranks if stage in rank.stages] or list(profiled.ranks)
+    chosen = [rank for rank in profiled.ranks if stage in rank.stages]
+    if not chosen:
+        chosen = list(profiled.ranks)
     parts: dict[str, float] = {}
     for rank in chosen:
         for part, seconds in rank.parts.items():

@@ -159,6 +159,10 @@ def _on_host(stage: StagePlan) -> bool:
 
 def _is_sharded(plan: Plan) -> bool:
     """Whether most parameters are used in shards, or in host memory."""
-    plans = [plan for stage in plan.stages for plan in stage.parameter_plans.values()]
-    num_sharded = sum(plan.uses_shards or plan.on_host for plan in plans)
-    return 2 * num_sharded > len(plans)
+    num_parameters = 0
+    num_sharded = 0
+    for stage in plan.stages:
+        for parameter_plan in stage.parameter_plans.values():
+            num_parameters += 1
+            num_sharded += parameter_plan.uses_shards or parameter_plan.on_host
+    return 2 * num_sharded > num_parameters

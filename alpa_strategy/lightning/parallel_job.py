@@ -361,6 +361,15 @@ PAUSES = "pauses"
 ENDS = "ends"
 POINTS = (TRAINS, PAUSES, ENDS)
 
+# What Lightning gives to every strategy.
+LIGHTNING_OPTIONS = (
+    "accelerator",
+    "parallel_devices",
+    "cluster_environment",
+    "checkpoint_io",
+    "precision_plugin",
+)
+
 EQUALLY_MANY = (
     "give all ranks equally many (limit_train_batches, max_steps, or drop the surplus in the"
     " dataset)"

@@ -167,7 +167,9 @@ def _backward_modules(slices: Sequence[Slice], root: str) -> list[Slice]:
             # In between, autograd frees what the last node has used.
             last.end = trace_slice.start
         if not module:
-            module = last.name if last is not None and is_continued else root
+            module = root
+            if last is not None and is_continued:
+                module = last.name
         if is_continued and last is not None and last.name == module:
             last.end = trace_slice.end
         elif module:
