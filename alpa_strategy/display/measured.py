@@ -16,8 +16,8 @@ from alpa_strategy.units import format_seconds
 _FIRST = ("forward", "backward")
 _LAST = ("boundaries", "optimizer", "waiting", "host")
 _MEANINGS = {
-    "forward": "ops of the forward",
-    "backward": "ops of the backward, recomputation included",
+    "forward": "its ops",
+    "backward": "its ops, and recomputed ones",
     "boundaries": "messages between stages",
     "optimizer": "the update",
     "waiting": "for other devices",
@@ -115,7 +115,7 @@ def measured_table(measured: MeasuredSteps, plan: Plan) -> RenderableType:
     for part in _order(of_plan, of_run):
         seconds = of_run.get(part, 0.0)
         expected = of_plan.get(part)
-        if seconds < least and not expected:
+        if max(seconds, expected or 0.0) < least:
             continue
         meaning = Text(_MEANINGS.get(part, ""), "dim")
         table.add_row(plain(part), format_seconds(seconds), _seconds(expected), meaning)

@@ -65,7 +65,7 @@ def test_what_was_measured_is_stored_and_on_the_page(tmp_path: Path, options, ca
     assert main(["show", str(path), "--html"]) == 0
     shown = capsys.readouterr().out
     assert "alpa profiled steps 10 to 12" in shown
-    assert "ops of the backward" in shown
+    assert "its ops, and recomputed ones" in shown
     (again,) = models_of(page_path(path).read_text())
     assert again["measured"] == model["measured"]
 

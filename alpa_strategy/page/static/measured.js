@@ -15,7 +15,7 @@
     const measured = plan.measured;
     const place = (name) => ORDER.indexOf(name in NAMES ? name : "");
     const least = measured.profiled / 1000;
-    const shown = measured.parts.filter(([, seconds, predicted]) => seconds > least || predicted > 0);
+    const shown = measured.parts.filter(([, seconds, predicted]) => Math.max(seconds, predicted || 0) > least);
     shown.sort((a, b) => place(a[0]) - place(b[0]) || a[0].localeCompare(b[0]));
     const rows = shown.map(([name, seconds, predicted]) => [NAMES[name] || alpa.text(name.replace(/_/g, "-")),
       alpa.seconds(seconds), predicted === null ? "" : alpa.seconds(predicted), alpa.ratio(seconds, predicted)]);
