@@ -52,6 +52,10 @@ from alpa_strategy.units import format_bytes
 # better ones use.
 CEILING_FACTOR = 1.5
 
+# On large clusters, submeshes that are up to this many times smaller or larger than the root of the
+# number of devices are priced exactly from the start.
+MEDIUM_FACTOR = 4
+
 # Finds stages for one number of micro-batches: (priced stages, most seconds) -> best candidates.
 SolveSchedules = Callable[[StageSpace, float], list[Candidate]]
 
@@ -357,20 +361,31 @@ class PipelineSearch:
     def _candidates_by_likely_sizes(self, count: int, ceiling: float) -> list[Candidate]:
         """Return candidates on a large cluster, of which pricing all submeshes takes minutes.
 
-        The fastest layouts alone, priced for all submeshes, show which sizes of stages are likely.
-        Submeshes of these sizes are priced exactly, until the best stages have sizes that are.
+        Submeshes of medium size are priced exactly. For the others a bound is enough, until the
+        best stages have such sizes.
         """
-        unlikely = frozenset(self.meshes)
+        unlikely = self._extreme_sizes()
         while unlikely:
             candidates = self._priced_candidates(count, self.meshes, unlikely, ceiling)
             if not candidates:
-                # The fastest layouts need more memory than others.
+                # The fastest layouts, which alone are priced, may need more memory than others.
                 break
             still_unlikely = unlikely & self._far_from_sizes_of(candidates[0])
             if still_unlikely == unlikely:
                 return candidates
             unlikely = still_unlikely
         return self._priced_candidates(count, self.meshes, frozenset(), ceiling)
+
+    def _extreme_sizes(self) -> frozenset[tuple[int, int]]:
+        """Return the submeshes that are far smaller or larger than the root of the cluster's size:
+        as many stages as each has devices.
+        """
+        medium = math.sqrt(self.task.cluster.num_devices)
+
+        def is_medium(mesh: tuple[int, int]) -> bool:
+            return medium <= MEDIUM_FACTOR * math.prod(mesh) <= MEDIUM_FACTOR**2 * medium
+
+        return frozenset(mesh for mesh in self.meshes if not is_medium(mesh))
 
     def _priced_candidates(
         self,
