@@ -20,7 +20,7 @@ TODAY = int(datetime.date.today().strftime("%Y%m%d"))
 
 @pytest.mark.parametrize(
     ("seed", "count"),
-    [(1, 8), pytest.param(TODAY, 200, marks=pytest.mark.slow)],
+    [(1, 5), pytest.param(TODAY, 200, marks=pytest.mark.slow)],
     ids=["a few", "nightly"],
 )
 def test_random_plans_train_as_one_process_or_are_refused(pool, capsys, seed, count):

@@ -128,7 +128,7 @@ def test_rank_0_is_stopped(tmp_path, launcher):
     assert "killed (out of memory" not in (tmp_path / "output").read_text()
 
 
-@pytest.mark.parametrize("code", [0, 3])
+@pytest.mark.parametrize("code", [pytest.param(0, marks=pytest.mark.slow), 3])
 @pytest.mark.parametrize("launcher", ["own", pytest.param("torchrun", marks=pytest.mark.slow)])
 def test_a_rank_that_leaves_is_not_called_killed(tmp_path, launcher, code):
     extra = {"EXIT_CODE_OF_RANK_1": str(code)}
