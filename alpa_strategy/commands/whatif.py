@@ -16,7 +16,7 @@ from alpa_strategy.display.console import make_console, plain
 from alpa_strategy.display.difference import change, difference_table, meshes_of, num_devices
 from alpa_strategy.display.findings import findings
 from alpa_strategy.display.progress import Progress
-from alpa_strategy.errors import OptionError, PlanError
+from alpa_strategy.errors import OptionError, PlanError, did_you_mean
 from alpa_strategy.ir.plan import Plan
 from alpa_strategy.ir.plan_details import Origin, details_of_file
 from alpa_strategy.recipe import KEYS, load_recipe
@@ -138,7 +138,13 @@ def _value(text: str, value: str, known: Mapping[str, Any], key: str) -> str:
         return value
     present: Any = known
     for part in key.split("."):
-        present = present.get(part) if isinstance(present, Mapping) else None
+        fields = present if isinstance(present, Mapping) else {}
+        if part not in fields:
+            raise OptionError(
+                f"--set {text!r}: there is no value of {key} to multiply",
+                did_you_mean(part, fields) or "name a number of the cluster's file or the recipe",
+            )
+        present = fields[part]
     try:
         number = float(present) * float(factor[1])
     except (TypeError, ValueError):
@@ -217,17 +223,19 @@ def _reasons(before: Plan, after: Plan, kept_plan_seconds: float | None) -> list
     """Return sentences: what the old plan would take, what a new one saves, and what limits it."""
     lines = []
     step = after.predicted.step_seconds
+    is_faster = True
     if kept_plan_seconds is not None:
         saved = kept_plan_seconds - step
+        is_faster = saved > 1e-3 * kept_plan_seconds
         line = f"The plan as it is would take {format_seconds(kept_plan_seconds)} there"
-        if saved > 1e-3 * kept_plan_seconds:
+        if is_faster:
             lines.append(f"{line}; planning anew saves {format_seconds(saved)} of it.")
         else:
             lines.append(f"{line}: there is nothing to gain from another plan.")
-    if meshes_of(before) != meshes_of(after) or len(before.stages) != len(after.stages):
-        lines.append(
-            f"It takes {_shape(after)} in the place of {_shape(before)}, which is faster there."
-        )
+    has_other_stages = len(before.stages) != len(after.stages)
+    if has_other_stages or meshes_of(before) != meshes_of(after):
+        outcome = "which is faster there" if is_faster else "which is as fast there"
+        lines.append(f"It takes {_shape(after)} in the place of {_shape(before)}, {outcome}.")
     return [*lines, *findings(after)]
 
 

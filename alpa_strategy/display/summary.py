@@ -1,5 +1,6 @@
 """A plan on one screen: in words, its speed, its memory, and what limits its step."""
 
+from collections import Counter
 from itertools import groupby
 
 from rich.console import Group, RenderableType
@@ -91,14 +92,22 @@ def _add_step(
 def _memory(plan: Plan, memory_limit: float | None, process_bytes: int) -> Text:
     """Return the bytes of a device at the peak, by parts."""
     text = peak_text(plan, memory_limit, process_bytes)
-    largest = max(plan.stages, key=lambda stage: stage.predicted.peak_bytes)
     words = []
-    for name, num_bytes in largest.predicted.memory.items():
+    for name, num_bytes in _largest_parts(plan).items():
         if num_bytes > 0:
             words.append(f"{name} {format_bytes(num_bytes)}")
     if words:
         text.append(f"\n{', '.join(words)}", style="dim")
     return text
+
+
+def _largest_parts(plan: Plan) -> Counter[str]:
+    """Return bytes by part of the devices that need most: all stages on them together."""
+    of_meshes: dict[int, Counter[str]] = {}
+    for stage in plan.stages:
+        parts = of_meshes.setdefault(stage.first_device, Counter())
+        parts.update(stage.predicted.memory)
+    return max(of_meshes.values(), key=lambda parts: sum(parts.values()))
 
 
 def _notes(plan: Plan) -> list[RenderableType]:

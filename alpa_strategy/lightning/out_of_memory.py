@@ -83,7 +83,8 @@ def memory_note(plan: Plan | None, rank: int, memory: DeviceMemory) -> str:
     for stage in plan.stages:
         if rank in stage_ranks(stage):
             parts.update(stage.predicted.memory)
-            planned_bytes = max(planned_bytes, stage.predicted.peak_bytes)
+            # Stages on one mesh share its memory.
+            planned_bytes += stage.predicted.peak_bytes
     planned_bytes = planned_bytes or plan.predicted.peak_bytes
 
     largest = [f"{name} {format_bytes(size)}" for name, size in parts.most_common() if size > 0]

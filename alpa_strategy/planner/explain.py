@@ -79,8 +79,8 @@ def _place(graph: StepGraph, plan: Plan, name: str) -> tuple[int, _Subject]:
     known = [*names, *(op for stage in plan.stages for op in stage.strategies)]
     near = did_you_mean(name, known)
     raise PlanError(
-        f"the plan has no parameter or op {name!r}{near}",
-        "give a name as `alpa show` and the page have them",
+        f"the plan has no parameter or op {name!r}",
+        near or "give a name as `alpa show` and the page have them",
     )
 
 

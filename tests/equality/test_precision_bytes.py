@@ -60,8 +60,10 @@ def bytes_of_steps(
     Counting.counts = {}
     init = mesh.AxisComm.__init__
 
-    def counting(self: Any, size: int, index: int, group: Any, backend: Any) -> None:
-        init(self, size, index, group, Counting(backend))
+    def counting(
+        self: Any, size: int, index: int, group: Any, backend: Any, *more: Any
+    ) -> None:
+        init(self, size, index, group, Counting(backend), *more)
 
     class Steps(pl.Callback):
         def on_train_batch_start(
