@@ -43,7 +43,7 @@ from alpa_strategy.sharding.strategies import localize
 
 ZERO = {0: "data", 1: "zero1", 2: "zero2", 3: "zero3"}
 PRODUCTS = ("linear", "matmul_with_hp_or_float8_args")  # of activations and weights
-FIELDS = ("forward", "backward", "once", "always", "saved", "kept")
+FIELDS = ("forward", "backward", "once", "always", "saved", "segment_inputs")
 
 
 @dataclass(frozen=True)
