@@ -60,9 +60,7 @@ def bytes_of_steps(
     Counting.counts = {}
     init = mesh.AxisComm.__init__
 
-    def counting(
-        self: Any, size: int, index: int, group: Any, backend: Any, *more: Any
-    ) -> None:
+    def counting(self: Any, size: int, index: int, group: Any, backend: Any, *more: Any) -> None:
         init(self, size, index, group, Counting(backend), *more)
 
     class Steps(pl.Callback):
