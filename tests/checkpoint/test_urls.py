@@ -310,6 +310,7 @@ def save_slowly(root: str) -> tuple[float, float]:
     return blocked, strategy.seconds
 
 
+@pytest.mark.slow
 def test_training_is_not_blocked_by_a_slow_store(pool, tmp_path: Path) -> None:
     blocked, synchronous = pool.run(2, save_slowly, str(tmp_path), timeout=200)[0]
     print(f"blocked {blocked:.3f} s, synchronous {synchronous:.1f} s")

@@ -198,8 +198,15 @@ def test_memory_alone_moves_data_parallel_to_zero():
     assert any(not p.is_unsharded for p in tight.stages[0].parameter_plans.values())
 
 
-@pytest.mark.parametrize("mesh_shape", [(2,), (2, 2)])
-@pytest.mark.parametrize("memory_share", [None, 0.6])
+@pytest.mark.parametrize(
+    ("mesh_shape", "memory_share"),
+    [
+        pytest.param((2,), None, marks=pytest.mark.slow),
+        ((2,), 0.6),
+        ((2, 2), None),
+        pytest.param((2, 2), 0.6, marks=pytest.mark.slow),
+    ],
+)
 def test_brute_force_never_beats_the_solver(mesh_shape, memory_share):
     """Every assignment of a small real graph, after thinning each choice to a few strategies."""
     cluster = cluster_of(prod(mesh_shape))

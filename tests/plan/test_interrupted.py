@@ -65,7 +65,13 @@ def stages(tmp_path_factory):
     return uninterrupted(STAGES, tmp_path_factory.mktemp("stages") / "whole")
 
 
-@pytest.mark.parametrize("name", COMMANDS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.slow if name == "batch sizes" else ())
+        for name in COMMANDS
+    ],
+)
 def test_a_killed_planning_goes_on(name, tmp_path):
     command = COMMANDS[name]
     plan, total = uninterrupted(command, tmp_path / "whole")
