@@ -3,23 +3,11 @@
 It is stored in a file beside the plan, so that the plan's page and `alpa show` have it.
 """
 
-import gzip
-import json
-import zlib
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from alpa_strategy.errors import PlanError
-from alpa_strategy.files import MAX_BYTES, parse_json, replacing
-from alpa_strategy.ir import plan_file
 from alpa_strategy.ir.plan import Plan
-from alpa_strategy.ir.plan_details import plan_digest
-
-# Of the file. A file of another version is an error that says so.
-MEASURED_VERSION = 1
-
-SUFFIX = ".measured.gz"
+from alpa_strategy.ir.plan_companion import PlanCompanion
 
 
 @dataclass(frozen=True)
@@ -108,10 +96,7 @@ class MeasuredSteps:
 
     def save(self, path: Path) -> None:
         """Write the file, atomically. Raises OSError."""
-        data = plan_file.to_json_data(MeasuredSteps, self)
-        text = json.dumps({"measured_version": MEASURED_VERSION, **data})
-        with replacing(path, durable=False) as temporary:
-            temporary.write_bytes(gzip.compress(text.encode(), mtime=0))
+        _FILE.save(path, self)
 
     @classmethod
     def load(cls, path: Path) -> "MeasuredSteps":
@@ -120,25 +105,22 @@ class MeasuredSteps:
         Raises:
             PlanError: it cannot be read, or is of another version.
         """
-        try:
-            with gzip.open(path) as file:
-                text = file.read(MAX_BYTES).decode()
-            data: Any = parse_json(text)
-        except (OSError, EOFError, ValueError, zlib.error) as error:
-            raise PlanError(f"the measured steps {path} cannot be read: {error}", _FIX) from error
-        version = plan_file.checked(data, dict, "measured").get("measured_version")
-        if version != MEASURED_VERSION:
-            raise PlanError(f"the measured steps {path} have version {version}", _FIX)
-        return plan_file.from_json_data(MeasuredSteps, data, "measured")
+        return _FILE.load(path)
 
 
-_FIX = "delete the file; the next run with profile_steps= writes it again"
+_FILE = PlanCompanion(
+    MeasuredSteps,
+    key="measured",
+    version=1,
+    name="the measured steps",
+    fix="delete the file; the next run with profile_steps= writes it again",
+    durable=False,
+)
 
 
 def measured_path(plan_path: str | Path) -> Path:
     """Return the path of the measured steps of a plan file: `plan.measured.gz` beside it."""
-    path = Path(plan_path)
-    return path.with_name(path.name.removesuffix(".json") + SUFFIX)
+    return _FILE.path(plan_path)
 
 
 def measured_of_file(plan_path: str | Path, plan: Plan) -> MeasuredSteps | None:
@@ -149,8 +131,4 @@ def measured_of_file(plan_path: str | Path, plan: Plan) -> MeasuredSteps | None:
     Raises:
         PlanError: the file cannot be read.
     """
-    path = measured_path(plan_path)
-    if not path.exists():
-        return None
-    measured = MeasuredSteps.load(path)
-    return measured if measured.plan == plan_digest(plan) else None
+    return _FILE.of_plan(plan_path, plan)

@@ -5,23 +5,11 @@ Plan files have the decisions alone. These details follow from them and from the
 questioned where the model is not.
 """
 
-import gzip
-import hashlib
-import json
-import zlib
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from alpa_strategy.errors import PlanError
-from alpa_strategy.files import MAX_BYTES, parse_json, replacing
-from alpa_strategy.ir import plan_file
-from alpa_strategy.ir.plan import Plan, StagePlan
-
-# Of the details file. A file of another version is ignored.
-DETAILS_VERSION = 1
-
-SUFFIX = ".details.gz"
+from alpa_strategy.ir.plan import Plan
+from alpa_strategy.ir.plan_companion import PlanCompanion
 
 
 @dataclass(frozen=True)
@@ -269,10 +257,7 @@ class PlanDetails:
 
     def save(self, path: Path) -> None:
         """Write the details file, atomically."""
-        data = plan_file.to_json_data(PlanDetails, self)
-        text = json.dumps({"details_version": DETAILS_VERSION, **data})
-        with replacing(path) as temporary:
-            temporary.write_bytes(gzip.compress(text.encode(), mtime=0))
+        _FILE.save(path, self)
 
     @classmethod
     def load(cls, path: Path) -> "PlanDetails":
@@ -281,32 +266,21 @@ class PlanDetails:
         Raises:
             PlanError: it cannot be read, or is of another version.
         """
-        try:
-            with gzip.open(path) as file:
-                text = file.read(MAX_BYTES).decode()
-            data: Any = parse_json(text)
-        except (OSError, EOFError, ValueError, zlib.error) as error:
-            raise PlanError(f"the details {path} cannot be read: {error}", _FIX) from error
-        version = plan_file.checked(data, dict, "details").get("details_version")
-        if version != DETAILS_VERSION:
-            raise PlanError(f"the details {path} have version {version}", _FIX)
-        return plan_file.from_json_data(PlanDetails, data, "details")
+        return _FILE.load(path)
 
 
-_FIX = "make the plan again with `alpa plan -o`, or show it without details"
-
-
-def plan_digest(plan: Plan) -> str:
-    """Return a hash of what a plan decides: stages, micro-batches and schedule."""
-    stages = plan_file.to_json_data(tuple[StagePlan, ...], plan.stages)
-    text = json.dumps([stages, plan.num_microbatches, plan.schedule])
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
+_FILE = PlanCompanion(
+    PlanDetails,
+    key="details",
+    version=1,
+    name="the details",
+    fix="make the plan again with `alpa plan -o`, or show it without details",
+)
 
 
 def details_path(plan_path: str | Path) -> Path:
     """Return the path of the details of a plan file: `plan.details.gz` beside `plan.json`."""
-    path = Path(plan_path)
-    return path.with_name(path.name.removesuffix(".json") + SUFFIX)
+    return _FILE.path(plan_path)
 
 
 def details_of_file(plan_path: str | Path, plan: Plan) -> PlanDetails | None:
@@ -317,8 +291,4 @@ def details_of_file(plan_path: str | Path, plan: Plan) -> PlanDetails | None:
     Raises:
         PlanError: the file cannot be read.
     """
-    path = details_path(plan_path)
-    if not path.exists():
-        return None
-    details = PlanDetails.load(path)
-    return details if details.plan == plan_digest(plan) else None
+    return _FILE.of_plan(plan_path, plan)

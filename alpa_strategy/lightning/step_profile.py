@@ -16,7 +16,7 @@ from alpa_strategy.comm.collectives import rank_in
 from alpa_strategy.display.measured import measured_table
 from alpa_strategy.ir.measured_steps import MeasuredSteps, ProfiledSteps
 from alpa_strategy.ir.plan import stage_ranks
-from alpa_strategy.ir.plan_details import plan_digest
+from alpa_strategy.ir.plan_companion import plan_digest
 from alpa_strategy.lightning.checkpoint_paths import local_folder
 from alpa_strategy.lightning.rank_consistency import StepConsensus
 from alpa_strategy.page.run_page import store_measured

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 from alpa_strategy.comm.collectives import rank_in
 from alpa_strategy.errors import AlpaError
 from alpa_strategy.ir.measured_steps import MeasuredSteps, measured_of_file
-from alpa_strategy.ir.plan_details import plan_digest
+from alpa_strategy.ir.plan_companion import plan_digest
 from alpa_strategy.lightning.logger_report import LoggerReport
 
 if TYPE_CHECKING:

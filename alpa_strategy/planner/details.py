@@ -35,6 +35,7 @@ from alpa_strategy.ir.graph import StepGraph
 from alpa_strategy.ir.op import TensorMeta
 from alpa_strategy.ir.placement import DualLayout, dual_layout_to_str, value_layout
 from alpa_strategy.ir.plan import Plan, StagePlan, job_ranks, modes_text
+from alpa_strategy.ir.plan_companion import plan_digest
 from alpa_strategy.ir.plan_details import (
     MessageDetails,
     OpDetails,
@@ -44,7 +45,6 @@ from alpa_strategy.ir.plan_details import (
     StageDetails,
     StageMemory,
     ValueDetails,
-    plan_digest,
 )
 from alpa_strategy.microbatch.transform import microbatch
 from alpa_strategy.planner.task import PlanTask

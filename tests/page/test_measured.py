@@ -23,7 +23,7 @@ from alpa_strategy.ir.measured_steps import (
     measured_path,
 )
 from alpa_strategy.ir.plan import Plan
-from alpa_strategy.ir.plan_details import plan_digest
+from alpa_strategy.ir.plan_companion import plan_digest
 from alpa_strategy.page.page import models_of, page_path
 from alpa_strategy.page.run_page import store_measured
 
