@@ -32,6 +32,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from page_tables import write_marked
 from plan_process import run_plan
 
 PAIRS = (
@@ -167,13 +168,6 @@ def page_figures(reference: dict[str, LargePlan]) -> str:
     return "\n".join([*lines, "", PAGE_MARKS[1]])
 
 
-def write_page(reference: dict[str, LargePlan]) -> None:
-    """Put the figures between the page's marks."""
-    before, _, rest = PAGE.read_text().partition(PAGE_MARKS[0])
-    after = rest.partition(PAGE_MARKS[1])[2]
-    PAGE.write_text(before + page_figures(reference) + after)
-
-
 def compare_with_reference(pairs: Sequence[str], write: bool) -> int:
     """Plan `pairs`, print each beside the reference, and store them with `write`."""
     reference = read_reference() if REFERENCE.exists() else {}
@@ -193,7 +187,7 @@ def compare_with_reference(pairs: Sequence[str], write: bool) -> int:
             stored = {name: asdict(plan) for name, plan in sorted(reference.items())}
             REFERENCE.write_text(json.dumps(stored, indent=1) + "\n")
     if write:
-        write_page(reference)
+        write_marked(PAGE, PAGE_MARKS, page_figures(reference))
     if num_worse and not write:
         return 1
     return 0

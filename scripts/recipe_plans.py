@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from page_tables import write_marked
 from plan_process import Planning, run_plan
 
 from alpa_strategy.display.plan_words import plan_words
@@ -121,7 +122,9 @@ def differences(stored: Row, now: Row) -> list[str]:
     """How a plan differs from the stored one."""
     problems = []
     if now.words != stored.words:
-        problems.append(f"{now.words or now.error}, stored is {stored.words or stored.error}")
+        outcome = now.words or now.error
+        stored_outcome = stored.words or stored.error
+        problems.append(f"{outcome}, stored is {stored_outcome}")
     elif abs(now.step_seconds - stored.step_seconds) > MOST_DIFFERENCE * stored.step_seconds:
         problems.append(f"{now.step_seconds:.6f} s, stored are {stored.step_seconds:.6f} s")
     return problems
@@ -166,13 +169,6 @@ def samples_of(recipe: str) -> tuple[int, str]:
     return samples * length, "tokens"
 
 
-def write_page(rows: dict[str, dict[str, Row]]) -> None:
-    """Put the table between the page's marks."""
-    before, _, rest = PAGE.read_text().partition(PAGE_MARKS[0])
-    after = rest.partition(PAGE_MARKS[1])[2]
-    PAGE.write_text(before + page_table(rows) + after)
-
-
 def plan_all(recipes: Sequence[str], writes: bool) -> int:
     """Plan `recipes`, print each beside what is stored, and store it if `writes`."""
     rows = read_stored() if STORED.exists() else {}
@@ -188,7 +184,7 @@ def plan_all(recipes: Sequence[str], writes: bool) -> int:
             if writes:
                 write_stored(rows)
     if writes:
-        write_page(rows)
+        write_marked(PAGE, PAGE_MARKS, page_table(rows))
         return 0
     return 1 if num_different else 0
 
@@ -202,7 +198,7 @@ def main() -> int:
     parser.add_argument("recipes", nargs="*", metavar="RECIPE", help="all of the table")
     args = parser.parse_args()
     if args.no_planning:
-        write_page(read_stored())
+        write_marked(PAGE, PAGE_MARKS, page_table(read_stored()))
         return 0
     return plan_all(args.recipes or RECIPES, args.write)
 

@@ -87,13 +87,23 @@ def _slow_boundaries(plan: Plan) -> list[str]:
     return [line]
 
 
+def slowest_stage(plan: Plan) -> int:
+    """Return the index of the stage whose micro-batch takes longest by the plan."""
+
+    def seconds(index: int) -> float:
+        stage = plan.stages[index]
+        return stage.forward_seconds + stage.backward_seconds
+
+    return max(range(len(plan.stages)), key=seconds)
+
+
 def _imbalance(plan: Plan) -> list[str]:
     """Return a line if the slowest stage takes clearly longer than the mean."""
     seconds = [stage.forward_seconds + stage.backward_seconds for stage in plan.stages]
     if len(seconds) < 2 or not all(seconds):
         return []
     mean = sum(seconds) / len(seconds)
-    slowest = max(range(len(seconds)), key=seconds.__getitem__)
+    slowest = slowest_stage(plan)
     excess = seconds[slowest] / mean - 1
     if excess < WORTH_SAYING:
         return []

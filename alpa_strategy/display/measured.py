@@ -7,6 +7,7 @@ from rich.table import Table
 from rich.text import Text
 
 from alpa_strategy.display.console import plain
+from alpa_strategy.display.findings import slowest_stage
 from alpa_strategy.display.table import step_parts
 from alpa_strategy.ir.measured_steps import MeasuredSteps, ProfiledSteps
 from alpa_strategy.ir.plan import Plan, StagePlan
@@ -25,16 +26,6 @@ _MEANINGS = {
 }
 # Parts below this share of the step are left out if they are not predicted.
 _LEAST_SHARE = 0.001
-
-
-def slowest_stage(plan: Plan) -> int:
-    """Return the index of the stage whose micro-batch takes longest by the plan."""
-
-    def seconds(index: int) -> float:
-        stage = plan.stages[index]
-        return stage.forward_seconds + stage.backward_seconds
-
-    return max(range(len(plan.stages)), key=seconds)
 
 
 def predicted_parts(plan: Plan) -> dict[str, float]:

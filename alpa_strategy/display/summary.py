@@ -1,6 +1,5 @@
 """A plan on one screen: in words, its speed, its memory, and what limits its step."""
 
-from collections import Counter
 from itertools import groupby
 
 from rich.console import Group, RenderableType
@@ -20,7 +19,7 @@ from alpa_strategy.display.table import (
     stage_overview,
     step_parts,
 )
-from alpa_strategy.ir.plan import Plan
+from alpa_strategy.ir.plan import Plan, memory_by_mesh
 from alpa_strategy.units import format_bytes, format_count, format_seconds
 
 # Rows of a screen of 40 lines.
@@ -90,24 +89,16 @@ def _add_step(
 
 
 def _memory(plan: Plan, memory_limit: float | None, process_bytes: int) -> Text:
-    """Return the bytes of a device at the peak, by parts."""
+    """Return the bytes at the peak, by parts, of the devices that need most."""
     text = peak_text(plan, memory_limit, process_bytes)
+    largest = max(memory_by_mesh(plan).values(), key=lambda parts: sum(parts.values()))
     words = []
-    for name, num_bytes in _largest_parts(plan).items():
+    for name, num_bytes in largest.items():
         if num_bytes > 0:
             words.append(f"{name} {format_bytes(num_bytes)}")
     if words:
         text.append(f"\n{', '.join(words)}", style="dim")
     return text
-
-
-def _largest_parts(plan: Plan) -> Counter[str]:
-    """Return bytes by part of the devices that need most: all stages on them together."""
-    of_meshes: dict[int, Counter[str]] = {}
-    for stage in plan.stages:
-        parts = of_meshes.setdefault(stage.first_device, Counter())
-        parts.update(stage.predicted.memory)
-    return max(of_meshes.values(), key=lambda parts: sum(parts.values()))
 
 
 def _notes(plan: Plan) -> list[RenderableType]:

@@ -1,12 +1,10 @@
 """A plan as its reader asks about it: FLOPs, MFU, and memory by stage."""
 
-from collections import Counter
-
 from alpa_strategy.cluster.spec import ClusterSpec
 from alpa_strategy.cost.flops import op_work
 from alpa_strategy.fit.request import FitRequest
 from alpa_strategy.ir.graph import StepGraph
-from alpa_strategy.ir.plan import MEMORY_PARTS, Plan
+from alpa_strategy.ir.plan import MEMORY_PARTS, Plan, memory_by_mesh
 
 # The part of a device's memory that plans leave to the allocator's fragments and to libraries.
 FRAGMENTATION = "fragmentation"
@@ -39,13 +37,10 @@ def memory_of_meshes(
     Stages of one mesh share its memory; fragmentation is what the plan may not use.
     """
     reserve = max(0.0, cluster.device.memory_bytes - usable_bytes)
-    meshes: dict[int, Counter[str]] = {}
     indices: dict[int, list[int]] = {}
     for index, stage in enumerate(plan.stages):
-        parts = meshes.setdefault(stage.first_device, Counter())
-        parts.update(stage.predicted.memory)
         indices.setdefault(stage.first_device, []).append(index)
     return {
         ",".join(map(str, indices[first])): {**parts, FRAGMENTATION: int(reserve)}
-        for first, parts in meshes.items()
+        for first, parts in memory_by_mesh(plan).items()
     }

@@ -7,6 +7,7 @@ are in `ir/plan_file.py`, how parameters are stored in `ir/parameter_plan.py`.
 
 import hashlib
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
@@ -281,6 +282,17 @@ def stage_ranks(stage: StagePlan) -> tuple[int, ...]:
     num_nodes, num_devices_per_node = stage.submesh
     num_devices = num_nodes * num_devices_per_node
     return tuple(range(stage.first_device, stage.first_device + num_devices))
+
+
+def memory_by_mesh(plan: "Plan") -> dict[int, Counter[str]]:
+    """Return bytes of a device by part, by the first device of each mesh.
+
+    Stages on one mesh share its memory.
+    """
+    of_meshes: dict[int, Counter[str]] = {}
+    for stage in plan.stages:
+        of_meshes.setdefault(stage.first_device, Counter()).update(stage.predicted.memory)
+    return of_meshes
 
 
 def job_ranks(stages: Iterable[StagePlan]) -> tuple[int, ...]:

@@ -5,6 +5,7 @@ from typing import Any
 from alpa_strategy.display.measured import measured_parts, predicted_parts
 from alpa_strategy.ir.measured_steps import MeasuredSteps, ProfiledSteps
 from alpa_strategy.ir.plan import Plan
+from alpa_strategy.page.numbers import short_number
 
 
 def measured_model(plan: Plan, measured: MeasuredSteps | None) -> dict[str, Any] | None:
@@ -33,19 +34,22 @@ def measured_model(plan: Plan, measured: MeasuredSteps | None) -> dict[str, Any]
 def _timeline(profiled: ProfiledSteps, plan: Plan) -> dict[str, Any]:
     actions = []
     ends = []
-    idle = []
+    busy_seconds = []
     for lane, of_rank in enumerate(profiled.lanes):
         busy = 0.0
         for action in of_rank.actions:
-            times = [_digits(action.start), _digits(action.seconds)]
+            times = [short_number(action.start), short_number(action.seconds)]
             actions.append([action.kind, action.stage, action.microbatch, lane, *times])
             ends.append(action.start + action.seconds)
             busy += action.seconds
-        idle.append(busy)
+        busy_seconds.append(busy)
     seconds = max(ends, default=0.0)
+    idle = []
+    for busy in busy_seconds:
+        idle.append(round(max(0.0, 1 - busy / seconds), 4) if seconds else 0.0)
     messages = []
     for message in profiled.messages:
-        times = [_digits(message.start), _digits(message.seconds)]
+        times = [short_number(message.start), short_number(message.seconds)]
         messages.append([message.source, message.target, message.microbatch, *times])
     stages = [list(lane.stages) for lane in profiled.lanes]
     return {
@@ -53,12 +57,8 @@ def _timeline(profiled: ProfiledSteps, plan: Plan) -> dict[str, Any]:
         "meshes": [str(lane.rank) for lane in profiled.lanes],
         "stages": stages,
         "drawn": plan.num_microbatches,
-        "idle": [round(max(0.0, 1 - busy / seconds), 4) if seconds else 0.0 for busy in idle],
+        "idle": idle,
         "actions": actions,
         "messages": messages,
         "critical": [],
     }
-
-
-def _digits(value: float) -> float:
-    return float(f"{value:.7g}")

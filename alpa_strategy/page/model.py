@@ -22,6 +22,7 @@ from alpa_strategy.ir.plan_details import (
     ValueDetails,
 )
 from alpa_strategy.page.measured import measured_model
+from alpa_strategy.page.numbers import short_number
 from alpa_strategy.page.schedule import drawn_schedule
 
 
@@ -55,16 +56,18 @@ def page_model(
         "eager": plan.is_eager,
         "proof": proof_of(plan),
         "gap": plan.gap,
-        "step": _number(plan.predicted.step_seconds),
+        "step": short_number(plan.predicted.step_seconds),
         "peak": plan.predicted.peak_bytes,
         "limit": _limit(details),
         "batch": details.batch_size if details is not None else 0,
-        "parts": [[part, _number(seconds)] for part, seconds in step_parts(plan).items()],
+        "parts": [[part, short_number(seconds)] for part, seconds in step_parts(plan).items()],
         "baselines": [[text, _finite(seconds)] for text, seconds in plan.baselines.items()],
-        "phases": [[p.name, p.times, _number(p.total_seconds), p.layout] for p in plan.phases],
+        "phases": [[p.name, p.times, short_number(p.total_seconds), p.layout] for p in plan.phases],
         "notes": list(plan.notes),
         "findings": findings(plan),
-        "solver": [[phase, _number(seconds)] for phase, seconds in plan.solver_seconds.items()],
+        "solver": [
+            [phase, short_number(seconds)] for phase, seconds in plan.solver_seconds.items()
+        ],
         "detailed": details is not None,
         "groups": equal_stages(plan),
         "stages": stages,
@@ -136,13 +139,13 @@ def _stage(index: int, stage: StagePlan, details: StageDetails | None) -> dict[s
         "layers": stage.layers,
         "remat": stage.remat,
         "recomputed": recomputes(stage).lstrip(", "),
-        "forward": _number(stage.forward_seconds),
-        "backward": _number(stage.backward_seconds),
-        "boundary": _number(stage.boundary_seconds),
-        "seconds": _number(p.step_seconds),
-        "compute": _number(p.compute_seconds),
-        "communication": _number(p.communication_seconds),
-        "optimizer": _number(p.optimizer_seconds),
+        "forward": short_number(stage.forward_seconds),
+        "backward": short_number(stage.backward_seconds),
+        "boundary": short_number(stage.boundary_seconds),
+        "seconds": short_number(p.step_seconds),
+        "compute": short_number(p.compute_seconds),
+        "communication": short_number(p.communication_seconds),
+        "optimizer": short_number(p.optimizer_seconds),
         "peak": p.peak_bytes,
         "collectives": [_collective(collective) for collective in stage.collectives],
     }
@@ -153,7 +156,7 @@ def _stage(index: int, stage: StagePlan, details: StageDetails | None) -> dict[s
             for name, strategies in stage.strategies.items()
         ]
         return data
-    data["once"] = _number(details.once_seconds)
+    data["once"] = short_number(details.once_seconds)
     data["memory"] = dict(vars(details.memory))
     data["parameters"] = [_parameter(parameter) for parameter in details.parameters]
     data["ops"] = [_op(op) for op in details.ops]
@@ -190,7 +193,7 @@ def _parameter(parameter: ParameterDetails) -> dict[str, Any]:
             parameter.state_bytes,
             parameter.gathered_bytes,
         ],
-        "update": _number(parameter.update_seconds),
+        "update": short_number(parameter.update_seconds),
         "readers": list(parameter.readers),
         "messages": _messages(parameter.messages),
         "segments": parameter.num_segments,
@@ -209,8 +212,8 @@ def _op(op: OpDetails) -> dict[str, Any]:
         "operands": [_value(value) for value in op.operands],
         "results": [_value(value) for value in op.results],
         "readers": list(op.readers),
-        "forward": _number(op.forward_seconds),
-        "backward": _number(op.backward_seconds),
+        "forward": short_number(op.forward_seconds),
+        "backward": short_number(op.backward_seconds),
         "saved": op.saved_bytes,
         "temporary": op.temporary_bytes,
         "once": op.is_per_step,
@@ -242,7 +245,7 @@ def _messages(messages: Sequence[MessageDetails]) -> list[dict[str, Any]]:
                 "phase": message.phase,
                 "count": message.count,
                 "bytes": message.num_bytes,
-                "seconds": _number(message.seconds),
+                "seconds": short_number(message.seconds),
                 "place": message.place,
                 "value": message.value,
                 "from": message.source,
@@ -260,7 +263,7 @@ def _collective(collective: Collective) -> list[Any]:
         collective.phase,
         collective.count,
         collective.num_bytes,
-        _number(collective.seconds),
+        short_number(collective.seconds),
     ]
 
 
@@ -276,14 +279,14 @@ def _timeline(plan: Plan) -> dict[str, Any] | None:
     timeline = drawn.timeline
     actions = []
     for a in timeline.timed:
-        times = [_number(a.start), _number(a.end - a.start)]
+        times = [short_number(a.start), short_number(a.end - a.start)]
         actions.append([a.kind, a.stage, a.microbatch, a.mesh, *times])
     messages = []
     for m in drawn.messages:
-        times = [_number(m.start), _number(m.end - m.start)]
+        times = [short_number(m.start), short_number(m.end - m.start)]
         messages.append([m.source, m.target, m.microbatch, *times])
     return {
-        "seconds": _number(timeline.seconds),
+        "seconds": short_number(timeline.seconds),
         "meshes": list(timeline.meshes),
         "stages": [list(stages) for stages in timeline.stages],
         "drawn": timeline.num_drawn,
@@ -294,13 +297,8 @@ def _timeline(plan: Plan) -> dict[str, Any] | None:
     }
 
 
-def _number(value: float) -> float:
-    """Return a number with seven digits, which is more than a page shows."""
-    return float(f"{value:.7g}")
-
-
 def _finite(seconds: float | None) -> float | None:
     """Return seconds, None if they are not known or infinite: JSON has no infinity."""
     if seconds is None or not math.isfinite(seconds):
         return None
-    return _number(seconds)
+    return short_number(seconds)
