@@ -39,16 +39,30 @@ def plan_elimination(problem: Problem, outer: tuple[int, ...] = ()) -> Eliminati
         problem: its costs have a leading axis for prices.
         outer: choices that are not eliminated.
     """
+    exact = _elimination_of(problem, outer, split=())
+    if exact is not None:
+        return exact
     small = _small_shared_transfers(problem)
-    for num_split in range(len(small) + 1):
-        split = small[:num_split]
-        network = network_of(_paid_by_each_use(problem, split))
-        if network is None:
-            continue
-        order = plan_order(network, MAX_TABLE_ENTRIES, MAX_ENTRIES, outer)
-        if order is not None:
-            return Elimination(network, order, _excess(problem, split))
+    for num_split in range(1, len(small) + 1):
+        elimination = _elimination_of(problem, outer, small[:num_split])
+        if elimination is not None:
+            return elimination
     return None
+
+
+def _elimination_of(
+    problem: Problem, outer: tuple[int, ...], split: Sequence[int]
+) -> Elimination | None:
+    """Return how to eliminate the choices if each use of the transfers `split` pays by itself; None
+    if tables would be too large.
+    """
+    network = network_of(_paid_by_each_use(problem, split))
+    if network is None:
+        return None
+    order = plan_order(network, MAX_TABLE_ENTRIES, MAX_ENTRIES, outer)
+    if order is None:
+        return None
+    return Elimination(network, order, _excess(problem, split))
 
 
 def _largest_costs(transfer: Transfer) -> np.ndarray:

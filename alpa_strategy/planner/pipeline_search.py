@@ -383,7 +383,7 @@ class PipelineSearch:
         medium = math.sqrt(self.task.cluster.num_devices)
 
         def is_medium(mesh: tuple[int, int]) -> bool:
-            return medium <= MEDIUM_FACTOR * math.prod(mesh) <= MEDIUM_FACTOR**2 * medium
+            return medium / MEDIUM_FACTOR <= math.prod(mesh) <= medium * MEDIUM_FACTOR
 
         return frozenset(mesh for mesh in self.meshes if not is_medium(mesh))
 

@@ -118,14 +118,9 @@ def nested(slices: Iterable[Slice]) -> list[Slice]:
     A slice that ends after the one around it is cut: torch rounds times.
     """
     ordered = sorted(slices, key=lambda trace_slice: (trace_slice.start, -trace_slice.end))
-    open_slices: dict[str, list[Slice]] = {}
-    for trace_slice in ordered:
-        stack = open_slices.setdefault(trace_slice.track, [])
-        while stack and stack[-1].end <= trace_slice.start:
-            stack.pop()
-        if stack:
-            trace_slice.end = min(trace_slice.end, stack[-1].end)
-        stack.append(trace_slice)
+    for trace_slice, around in with_parents(ordered):
+        if around:
+            trace_slice.end = min(trace_slice.end, around[-1].end)
     return ordered
 
 
@@ -161,16 +156,15 @@ def _backward_modules(slices: Sequence[Slice], root: str) -> list[Slice]:
             continue
         parent = around[-1] if around else None
         last, last_parent = growing.get(trace_slice.track, (None, None))
-        module = modules.get(sequence, "") if sequence is not None else ""
-        is_continued = last is not None and last_parent is parent
-        if is_continued and last is not None:
+        if last_parent is not parent:
+            last = None
+        if last is not None:
             # In between, autograd frees what the last node has used.
             last.end = trace_slice.start
+        module = modules.get(sequence, "") if sequence is not None else ""
         if not module:
-            module = root
-            if last is not None and is_continued:
-                module = last.name
-        if is_continued and last is not None and last.name == module:
+            module = root if last is None else last.name
+        if last is not None and last.name == module:
             last.end = trace_slice.end
         elif module:
             new = Slice(
