@@ -35,14 +35,14 @@ MIN_COMMENT_SHARE = 0.03
 
 # How many places may break each rule, all code folders together, while the code is rewritten.
 BUDGETS: dict[str, int] = {
-    "dense": 6,
+    "dense": 0,
     "long-docs-line": 0,
-    "long-file": 1,
+    "long-file": 0,
     "long-function": 0,
     "long-line": 0,
-    "nested-comprehension": 1,
+    "nested-comprehension": 0,
     "phrase": 0,
-    "ternary-in-comprehension": 5,
+    "ternary-in-comprehension": 0,
     "tuple-assignment": 1,
     "vague-name": 0,
     "vague-name-outside": 498,

@@ -346,7 +346,8 @@ def test_plans_are_shared_at_a_url(pool, tmp_path: Path) -> None:
     digest = pool.run(2, plan_at, f"{root}/first", plans)[0]
     stored = tmp_path / "bucket/plans"
     suffixes = ("json", "html", "details.gz")
-    assert {path.name for path in stored.iterdir()} == {f"{digest}.{name}" for name in suffixes}
+    expected = {f"{digest}.{suffix}" for suffix in suffixes}
+    assert {path.name for path in stored.iterdir()} == expected
 
     for name in ("html", "details.gz"):
         stored.joinpath(f"{digest}.{name}").unlink()

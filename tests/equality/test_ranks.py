@@ -175,37 +175,23 @@ REFUSALS = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize(
+    ("num_ranks", "plan"),
+    [*((2, plan) for plan in PLANS), *((4, plan) for plan in FOUR_RANK_PLANS)],
+)
 @pytest.mark.parametrize("name", MORE_PROGRAMS)
-def test_more_programs(pool, under_ddp, tmp_path, record_property, request, name, plan):
-    strategy = {**PLANS[plan], "cluster": "pcie_8gpu", "plan_dir": str(tmp_path)}
+def test_more_programs(pool, under_ddp, tmp_path, record_property, request, name, num_ranks, plan):
+    plans = PLANS if num_ranks == 2 else FOUR_RANK_PLANS
+    strategy = {**plans[plan], "cluster": "pcie_8gpu", "plan_dir": str(tmp_path)}
     if (name, plan) in REFUSALS:
         with pytest.raises(WorkerError, match=REFUSALS[name, plan]):
-            pool.run(2, train, name, strategy, str(tmp_path))
+            pool.run(num_ranks, train, name, strategy, str(tmp_path))
         return
-    if name in EAGER and plan == "tensor":
+    if name in EAGER and plan in ("tensor", "data x tensor"):
         reason = "submodules of an eager step are sharded over devices that share one batch"
         request.applymarker(pytest.mark.xfail(reason=reason, strict=True))
-    runs = pool.run(2, train, name, strategy, str(tmp_path))
+    runs = pool.run(num_ranks, train, name, strategy, str(tmp_path))
     record_property("is_captured", not runs[0]["is_eager"])
     assert runs[0]["is_eager"] == (name in EAGER)
-    for rank, (run, reference) in enumerate(zip(runs, under_ddp(name, 2), strict=True)):
-        assert_same(run, reference, rank)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("plan", FOUR_RANK_PLANS)
-@pytest.mark.parametrize("name", MORE_PROGRAMS)
-def test_more_programs_on_four_ranks(pool, under_ddp, tmp_path, request, name, plan):
-    strategy = {**FOUR_RANK_PLANS[plan], "cluster": "pcie_8gpu", "plan_dir": str(tmp_path)}
-    if (name, plan) in REFUSALS:
-        with pytest.raises(WorkerError, match=REFUSALS[name, plan]):
-            pool.run(4, train, name, strategy, str(tmp_path))
-        return
-    if name in EAGER and plan == "data x tensor":
-        reason = "submodules of an eager step are sharded over devices that share one batch"
-        request.applymarker(pytest.mark.xfail(reason=reason, strict=True))
-    runs = pool.run(4, train, name, strategy, str(tmp_path))
-    assert runs[0]["is_eager"] == (name in EAGER)
-    for rank, (run, reference) in enumerate(zip(runs, under_ddp(name, 4), strict=True)):
+    for rank, (run, reference) in enumerate(zip(runs, under_ddp(name, num_ranks), strict=True)):
         assert_same(run, reference, rank)

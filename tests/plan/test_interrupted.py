@@ -66,11 +66,7 @@ def stages(tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=pytest.mark.slow if name == "batch sizes" else ())
-        for name in COMMANDS
-    ],
+    "name", ["one stage", "stages", pytest.param("batch sizes", marks=pytest.mark.slow)]
 )
 def test_a_killed_planning_goes_on(name, tmp_path):
     command = COMMANDS[name]

@@ -58,7 +58,10 @@ def check_trace(trace: dict[str, Any]) -> None:
     assert not flows
     for intervals in tracks.values():
         check_nesting(intervals)
-    named = {e["pid"] for e in events if e["ph"] == "M" and e["name"] == "process_name"}
+    named = set()
+    for event in events:
+        if event["ph"] == "M" and event["name"] == "process_name":
+            named.add(event["pid"])
     assert named >= {event["pid"] for event in events}
 
 
