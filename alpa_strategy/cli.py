@@ -56,8 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """Return the parsed command line; `argv` is `sys.argv[1:]` if it is None. Exits with a message
-    if an
-    argument is unknown.
+    if an argument is unknown.
     """
     parser = _parser()
     arguments, rest = parser.parse_known_args(argv)

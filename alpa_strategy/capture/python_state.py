@@ -166,8 +166,7 @@ def has_fields(value: Any) -> bool:
 
 def is_configuration(value: Any) -> bool:
     """Return whether `value` is an object that only stores settings: a namespace, a dataclass, or
-    any
-    object all of whose attributes are plain values.
+    any object all of whose attributes are plain values.
     """
     if not has_fields(value):
         return False

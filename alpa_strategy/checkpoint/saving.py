@@ -1,7 +1,6 @@
 """Writing checkpoints: `CheckpointWriter` writes those of a job, synchronously or in the
-background;
-`export_checkpoint` converts one to an ordinary Lightning file, as a plain Trainer on one device
-writes it.
+background; `export_checkpoint` converts one to an ordinary Lightning file, as a plain Trainer on
+one device writes it.
 
 A sharded checkpoint is a directory that all ranks write through `torch.distributed.checkpoint`
 (DCP), first under a hidden name in the same folder. It gets its own name when everything is on

@@ -350,8 +350,7 @@ def _states(
 
 def _described(value: Any, parameter: nn.Parameter) -> _StateValue:
     """Return what rank 0 must know of a value of the optimizer's state: shape and dtype, but the
-    value
-    itself if it is a number.
+    value itself if it is a number.
     """
     if not isinstance(value, Tensor):
         return _StateValue(value, False, False)

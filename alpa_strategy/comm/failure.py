@@ -189,8 +189,7 @@ class FailureWatch:
 
     def _watch(self) -> None:
         """Poll the store until the job ends or fails; in the thread of the watch. Ends this process
-        if a rank
-        has failed or the store is gone.
+        if a rank has failed or the store is gone.
         """
         while not self._stopped.wait(POLL_SECONDS):
             try:

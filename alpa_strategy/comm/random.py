@@ -68,9 +68,8 @@ class ShardedRandom:
 
     def _state(self, random_axes: tuple[int, ...], generator: torch.Generator) -> Tensor:
         """Return the generator's state for values that differ along `random_axes` of the mesh and
-        are the same
-        along the others: the last one, or a first one made of the seed and this device's
-        coordinates.
+        are the same along the others: the last one, or a first one made of the seed and this
+        device's coordinates.
         """
         state = self._states.get((random_axes, generator.device.type))
         if state is None:

@@ -121,8 +121,7 @@ def changes_table(
     changes: Sequence[PlannedChange], case: FitCase, plan: Plan | None
 ) -> RenderableType:
     """Return a line for each of the nearest changes: its flags, and what the plan with it gains. A
-    single
-    line if there are no changes.
+    single line if there are no changes.
 
     Args:
         changes: the changes that were planned and help.

@@ -216,8 +216,7 @@ def take_apart(intra: IntraOp, starts: Sequence[int] = (0,)) -> StageProblem:
 
 def _transfer_parts(intra: IntraOp, spans: "RematSpans", index: int) -> CostBreakdown:
     """Return the [source, target] costs of a resharding by component: forward, backward, once per
-    step,
-    and bytes.
+    step, and bytes.
     """
     transfer, layouts = intra.problem.transfers[index], intra.transfers[index]
     span, made_in = spans.of_use(transfer, transfer.uses[0]), spans.of_choice(transfer.producer)

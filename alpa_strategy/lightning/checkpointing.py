@@ -334,8 +334,7 @@ class Checkpoints:
 
     def optimizer_state(self, strategy: Any, optimizer: Optimizer) -> dict[str, Any]:
         """Return the optimizer's state dict for a checkpoint: of shards if it is written in shards,
-        else full.
-        Collective.
+        else full. Collective.
         """
         if self._left_alone:
             return {}
@@ -436,8 +435,7 @@ class Checkpoints:
 
     def _add_rank_states(self, checkpoint: dict[str, Any]) -> None:
         """Add the states of all ranks, loaders and random generators among them, to a checkpoint of
-        a
-        training. Collective.
+        a training. Collective.
         """
         if self._trainer.state.fn != TrainerFn.FITTING or "loops" not in checkpoint:
             return

@@ -339,8 +339,7 @@ class ShardedRun(ABC):
 
     def start_evaluation(self) -> None:
         """Prepare a loop over evaluation batches: full parameters, or gathered on use if memory is
-        short.
-        Collective.
+        short. Collective.
         """
         # Every rank loads all samples.
         if self._job.options.batch_scope == "global" and self._job.replica is None:

@@ -200,8 +200,7 @@ class StageRun:
 
     def _recomputed(self, number: int) -> _Graph:
         """Return the autograd graph of segment `number`, whose forward runs once more with the
-        random numbers
-        of the first time.
+        random numbers of the first time.
         """
         assert self._inputs is not None
         inputs = replace(self._inputs, received=self._values)

@@ -235,8 +235,7 @@ class PlanRuntime:
 
     def _run_globally(self, step: StepGraph, leaves: Leaves, counters: Mapping[str, int]) -> Values:
         """Run a step unsharded on every rank with the full batch, and return this rank's values;
-        each rank
-        stores its shards of the gradients.
+        each rank stores its shards of the gradients.
         """
         scale = self.loss_scale()
         buffers = step_buffers(self.module, step, counters)

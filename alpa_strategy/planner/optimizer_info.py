@@ -160,8 +160,7 @@ def _probe(optimizer: Optimizer, dtype: torch.dtype) -> tuple[float, float, floa
 
     Returns:
         (bytes of state per element, bytes moved per element, peak of temporary bytes per byte of
-        the
-        parameters).
+        the parameters).
     """
     parameter = torch.nn.Parameter(torch.zeros(_SHAPE, dtype=dtype))
     parameter.grad = torch.ones_like(parameter)

@@ -136,8 +136,7 @@ class ModuleCheckpoint:
         **kwargs: Any,
     ) -> Any:
         """Run the module's forward under `torch.utils.checkpoint`, unless the memory budget allows
-        to save its
-        activations.
+        to save its activations.
         """
         copy_forward = forward_of_copy(module)
         if copy_forward is not None:

@@ -354,8 +354,7 @@ def _source(value: int, stages: Sequence[StageSpec], target: int) -> int | None:
     """Return the stage that sends `value` to stage `target`.
 
     The one that computes it, also if it is on the same mesh, or else the first one on the target's
-    mesh
-    that received it. None if no earlier stage sends it.
+    mesh that received it. None if no earlier stage sends it.
     """
     maker = next((s for s in reversed(range(target)) if value in stages[s].sent), None)
     if maker is None or stages[maker].ranks == stages[target].ranks:

@@ -480,8 +480,7 @@ def _result_placement(mark: int | str) -> DualPlacement:
 
 def _carried(call: OpCall, match: RuleMatch) -> Iterator[AxisStrategy]:
     """Yield the strategy that carries partial values from operands to results, if the rule allows
-    it and
-    gradients keep their precision.
+    it and gradients keep their precision.
     """
     operand_grads = _operand_grads(call)
     if not match.carries or not any(operand_grads):

@@ -50,8 +50,7 @@ def _collectives_between(
     src: DualPlacement, dst: DualPlacement, differentiable: bool
 ) -> tuple[tuple[str, str], ...]:
     """Return the (kind, phase) of each collective from `src` to `dst` on one axis; phase is
-    `forward` or
-    `backward`, the latter if the tensor is differentiable.
+    `forward` or `backward`, the latter if the tensor is differentiable.
     """
     collectives = []
     forward = placement_collective(src.value, dst.value)
