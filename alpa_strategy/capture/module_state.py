@@ -9,13 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from alpa_strategy.capture.kept_state import (
-    HooksSnapshot,
-    NamesSnapshot,
-    OfData,
-    Snapshot,
-    snapshots_in,
-)
+from alpa_strategy.capture.kept_state import snapshots_in
 from alpa_strategy.capture.python_state import (
     LIBRARIES,
     framework_attributes,
@@ -23,6 +17,7 @@ from alpa_strategy.capture.python_state import (
     outermost_metrics,
     put,
 )
+from alpa_strategy.capture.snapshots import Kind, NamesThatCount, OfData, Snapshot, take
 from alpa_strategy.errors import CaptureError
 from alpa_strategy.ir.graph import Place
 from alpa_strategy.ir.guards import MISSING
@@ -108,18 +103,17 @@ def _snapshots_of(
     # weights in a list.
     is_torch = type(module).__module__.startswith("torch.nn.")
     unreported = frozenset(before if is_torch else ()) - {"training"}
-    yield NamesSnapshot(
-        path, attributes, before, owner=module, skipped=framework, unreported=unreported
-    )
+    names = NamesThatCount(owner=module, skipped=framework, unreported=unreported)
+    yield take(Kind.NAMES, path, attributes, names=names)
 
     dicts = {name: value for name, value in attributes.items() if isinstance(value, dict)}
     # A first call may install layers and buffers. Its flag is undone as well.
     for name, value in dicts.items():
         if name in _MEMBERS:
-            yield Snapshot(f"{path}.{name}".lstrip("."), value, dict(value))
+            yield take(Kind.CONTAINER, f"{path}.{name}".lstrip("."), value)
     for name, value in dicts.items():
         if name.startswith("_forward_"):
-            yield HooksSnapshot(f"{path}.{name}".lstrip("."), value, dict(value))
+            yield take(Kind.HOOKS, f"{path}.{name}".lstrip("."), value)
 
     for name, value in {**_class_values(type(module)), **before}.items():
         place = Place(path, name)
@@ -145,10 +139,10 @@ class _Changes:
             return
         changes = snapshot.changes(of_data)
         self.changed |= changes
-        if not changes or not isinstance(snapshot, NamesSnapshot | HooksSnapshot):
+        if not changes or snapshot.kind not in (Kind.NAMES, Kind.HOOKS):
             return
         for name, value in snapshot.items.items():
-            if isinstance(snapshot, HooksSnapshot) or is_plain(value):
+            if snapshot.kind is Kind.HOOKS or is_plain(value):
                 label = f"{snapshot.place}.{name}".lstrip(".")
                 self.initial[label] = snapshot.items, name, value
 

@@ -10,13 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from alpa_strategy.capture.kept_state import (
-    NamesSnapshot,
-    OfData,
-    Snapshot,
-    restored,
-    snapshots_in,
-)
+from alpa_strategy.capture.kept_state import restored, snapshots_in
 from alpa_strategy.capture.lightning_adapter import LightningModule
 from alpa_strategy.capture.python_state import (
     RECORDS,
@@ -27,6 +21,7 @@ from alpa_strategy.capture.python_state import (
     is_user_module,
     user_classes,
 )
+from alpa_strategy.capture.snapshots import Kind, NamesThatCount, OfData, Snapshot, take
 from alpa_strategy.errors import CaptureError
 from alpa_strategy.ir import user_code
 
@@ -59,10 +54,8 @@ def globals_kept(
     snapshots: list[Snapshot] = []
     for path, namespace in files.items():
         is_noticed = path not in installed
-        counted = frozenset(named)
-        snapshots.append(
-            NamesSnapshot(path, namespace, dict(namespace), is_noticed, counted=counted)
-        )
+        names = NamesThatCount(counted=frozenset(named))
+        snapshots.append(take(Kind.NAMES, path, namespace, is_noticed, names=names))
 
     values = _values_of(files, named)
     for method in methods:

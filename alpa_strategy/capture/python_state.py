@@ -1,7 +1,7 @@
 """Predicates and snapshots of Python objects around the step's tensors, and patches that go away.
 
 What the step reads is frozen into the captured graph, so it becomes guards (python_reads.py): each
-holds a `snapshot`. What it changes is compared and put back by kept_state.py: attributes of the
+holds a `snapshot`. What it changes is compared and put back by snapshots.py: attributes of the
 module tree in module_state.py, globals, closures and classes in outside_state.py.
 """
 

@@ -31,7 +31,7 @@ from alpa_strategy.capture import python_reads
 from alpa_strategy.capture.communication import check_no_collectives
 from alpa_strategy.capture.data_branches import ConstantValues
 from alpa_strategy.capture.intercept import Recording, recording
-from alpa_strategy.capture.kept_state import StateSnapshot, restored, state_of
+from alpa_strategy.capture.kept_state import restored
 from alpa_strategy.capture.lightning_adapter import LightningModule, takes_batch_idx
 from alpa_strategy.capture.non_tensor_inputs import (
     UnreadLeaf,
@@ -41,6 +41,7 @@ from alpa_strategy.capture.non_tensor_inputs import (
     value_text,
 )
 from alpa_strategy.capture.python_state import patched, snapshot, standing_in
+from alpa_strategy.capture.snapshots import Kind, take
 from alpa_strategy.capture.symbolic_scalars import FunctionsRequested, StepCounter
 from alpa_strategy.capture.tracer_mode import TracerMode
 from alpa_strategy.errors import AlpaError, CaptureError
@@ -505,11 +506,8 @@ def generators_kept() -> Iterator[None]:
         "random": _owner_of(random.random),
         "numpy.random": _owner_of(np.random.rand),
     }
-    states = [
-        StateSnapshot(name, generator, state_of(generator)) for name, generator in refused.items()
-    ]
-    of_torch = torch.default_generator
-    states.append(StateSnapshot("torch", of_torch, state_of(of_torch), is_noticed=False))
+    states = [take(Kind.STATE, name, generator) for name, generator in refused.items()]
+    states.append(take(Kind.STATE, "torch", torch.default_generator, is_noticed=False))
     with restored(states) as drawn:
         yield
     if drawn:

@@ -265,20 +265,32 @@ def shared_memory_group(
     """
     total_bytes = file_bytes(size, TOTAL_BYTES if wanted_bytes is None else wanted_bytes)
     path = _new_file(total_bytes) if rank == 0 else None
+    try:
+        return _shared_by_all(path, group, rank, size, total_bytes)
+    finally:
+        if path is not None:
+            os.unlink(path)
+
+
+def _shared_by_all(
+    path: str | None, group: Any, rank: int, size: int, total_bytes: int
+) -> SharedMemoryGroup | None:
+    """Map rank 0's file at `path` on every rank if all are on one host. Collective.
+
+    Returns:
+        The group once all ranks have mapped the file; None if there is no file, or several hosts.
+    """
     host = _host()
     of_ranks: list[Any] = [None] * size
     dist.all_gather_object(of_ranks, (host, path), group)
     _, path = of_ranks[0]
     hosts = {other for other, _ in of_ranks}
-    shared = None
-    if path is not None and hosts == {host} and host is not None:
-        backend_group: Any = group or dist.group.WORLD
-        timeout = backend_group._get_backend(torch.device("cpu")).options._timeout
-        shared = SharedMemoryGroup(path, rank, size, timeout.total_seconds(), total_bytes)
-        # All ranks have mapped the file.
-        dist.barrier(group)
-    if rank == 0 and path is not None:
-        os.unlink(path)
+    if path is None or host is None or hosts != {host}:
+        return None
+    backend_group: Any = group or dist.group.WORLD
+    timeout = backend_group._get_backend(torch.device("cpu")).options._timeout
+    shared = SharedMemoryGroup(path, rank, size, timeout.total_seconds(), total_bytes)
+    dist.barrier(group)
     return shared
 
 
@@ -301,10 +313,11 @@ def _host() -> tuple[str, int, int] | None:
 def _new_file(total_bytes: int) -> str | None:
     """Make a file of zeros with its memory allocated; None if there is not enough.
 
-    Without the allocation, writing to it could end the process.
+    Without the allocation, writing to it could end the process. The name has the process's id, so
+    that a file which a killed process has left behind can be told from one in use.
     """
     try:
-        file, path = tempfile.mkstemp(prefix="alpa-", dir=FOLDER)
+        file, path = tempfile.mkstemp(prefix=f"alpa-{os.getpid()}-", dir=FOLDER)
     except OSError:
         return None
     try:

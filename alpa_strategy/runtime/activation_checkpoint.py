@@ -21,8 +21,9 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 from torch.utils.weak import WeakIdKeyDictionary
 
-from alpa_strategy.capture.kept_state import NamesSnapshot, snapshots_in
+from alpa_strategy.capture.kept_state import snapshots_in
 from alpa_strategy.capture.python_state import framework_attributes, patched, version_of
+from alpa_strategy.capture.snapshots import Kind, take
 from alpa_strategy.errors import OptionError, RuntimeMismatchError
 from alpa_strategy.units import format_bytes
 
@@ -427,7 +428,7 @@ def _record_state(module: nn.Module, arguments: Iterable[Any]) -> Callable[[], N
     values = [v for v in values if not isinstance(v, Tensor | int | float | str | None)]
     values += [random.random.__self__, np.random.rand.__self__]  # type: ignore[attr-defined]
 
-    recorded: list[Any] = [NamesSnapshot("", names, dict(names)) for names in _namespaces(module)]
+    recorded = [take(Kind.NAMES, "", names) for names in _namespaces(module)]
 
     # The namespaces above have the modules' own attributes already.
     visited = set(map(id, module.modules()))

@@ -25,13 +25,18 @@ DTYPES = (torch.float64, torch.bfloat16, torch.int64, torch.uint8)
 pytestmark = pytest.mark.skipif(shared_memory._host() is None, reason="shared memory of x86 alone")
 
 
-def files() -> set[str]:
-    return {path.name for path in FOLDER.glob("alpa-*")}
+def files_of(process_id: int) -> list[str]:
+    """Names of the files that a process has made: those of other tests at the same time are not
+    among them.
+    """
+    return [path.name for path in FOLDER.glob(f"alpa-{process_id}-*")]
 
 
-def same_as_gloo(seed: int) -> int:
-    """Collectives of any kind, dtype and size, in one order, with ranks that come late. How many
-    there were.
+def same_as_gloo(seed: int) -> tuple[int, int]:
+    """Collectives of any kind, dtype and size, in one order, with ranks that come late.
+
+    Returns:
+        The number of calls, and this process's id.
     """
     axis = build_mesh((dist.get_world_size(),), own_group="test").all_devices
     assert axis._shared is not None
@@ -67,7 +72,7 @@ def same_as_gloo(seed: int) -> int:
                 received = axis.all_to_all(chunks[rank], 0, size, 1)
                 assert torch.equal(received, torch.cat(chunks).view(size, size, rows)[:, rank])
         assert torch.equal(mine, parts[rank])
-    return calls
+    return calls, os.getpid()
 
 
 def _seeded(call: int, rank: int) -> torch.Generator:
@@ -76,9 +81,22 @@ def _seeded(call: int, rank: int) -> torch.Generator:
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_results_are_the_sums_and_copies_that_gloo_makes(pool, ranks):
-    before = files()
-    assert pool.run(ranks, same_as_gloo, ranks) == [60] * ranks
-    assert files() == before
+    results = pool.run(ranks, same_as_gloo, ranks)
+    assert [calls for calls, _ in results] == [60] * ranks
+    for _, process_id in results:
+        assert files_of(process_id) == []
+
+
+def made_in_vain() -> tuple[str, list[str]]:
+    """Make a group while the barrier fails, as where another rank ends: the error and the files."""
+    barrier = patch.object(shared_memory.dist, "barrier", side_effect=RuntimeError("a lost rank"))
+    with barrier, pytest.raises(RuntimeError) as error:
+        shared_memory.shared_memory_group(None, dist.get_rank(), dist.get_world_size())
+    return str(error.value), files_of(os.getpid())
+
+
+def test_a_group_that_fails_leaves_no_file(pool):
+    assert pool.run(2, made_in_vain) == [("a lost rank", [])] * 2
 
 
 def begun_together(seed: int) -> int:
