@@ -88,6 +88,22 @@ GROUP_MAKERS = {
 }
 GROUP_FOLDER = "comm"
 
+# Folders that plan, offline as well: one file there knows torch.distributed. All may name
+# placements.
+PLANNING_FOLDERS = {
+    "capture",
+    "cluster",
+    "cost",
+    "inter_op",
+    "intra_op",
+    "ir",
+    "microbatch",
+    "planner",
+    "sharding",
+}
+DISTRIBUTED_FILE = "capture/communication.py"
+PLACEMENTS = "torch.distributed.tensor.placement_types"
+
 # Phrases that only this project used, and what PyTorch's documentation calls them.
 PHRASES = {
     r"as (?:it|they) (?:is|are) written|as written|written run": "eager, uncaptured",
@@ -315,18 +331,36 @@ def _docs_file_violations(path: str, text: str) -> Iterator[Violation]:
 
 
 def structure_violations(file: SourceFile) -> Iterator[Violation]:
-    """Imports inside functions without a listed reason; process groups made outside `comm/`."""
+    """Imports inside functions without a listed reason, imports of torch.distributed in planning,
+    process groups made outside `comm/`.
+    """
     # Once for nested functions, which are walked with their parents as well.
     for line, module in dict.fromkeys(hidden_imports(file)):
         message = (
             f"imports {module} inside a function (no reason is listed in {Path(__file__).name})"
         )
         yield Violation("hidden-import", file.path, line, message)
+    for line in distributed_imports(file):
+        message = f"imports torch.distributed; of planning, {DISTRIBUTED_FILE} alone does"
+        yield Violation("planning-distributed", file.path, line, message)
     if file.folder == GROUP_FOLDER:
         return
     for line, name in calls(file.tree, GROUP_MAKERS):
         message = f"calls {name}; process groups are made in {GROUP_FOLDER}/ alone"
         yield Violation("process-group", file.path, line, message)
+
+
+def distributed_imports(file: SourceFile) -> Iterator[int]:
+    """Lines on which a file of planning imports torch.distributed."""
+    if file.folder not in PLANNING_FOLDERS or file.path == DISTRIBUTED_FILE:
+        return
+    for node in ast.walk(file.tree):
+        modules = _imported_modules(node)
+        if modules == ["torch"] and isinstance(node, ast.ImportFrom):
+            modules = [f"torch.{alias.name}" for alias in node.names]
+        for module in modules:
+            if module.startswith("torch.distributed") and module != PLACEMENTS:
+                yield node.lineno
 
 
 def hidden_imports(file: SourceFile) -> Iterator[tuple[int, str]]:

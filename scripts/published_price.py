@@ -31,7 +31,7 @@ from alpa_strategy.inter_op.stage_problem import StageCost, cost_of
 from alpa_strategy.inter_op.stage_solve import StageRequest, StageSolver
 from alpa_strategy.intra_op.build import IntraOp
 from alpa_strategy.intra_op.decode import messages, working_bytes
-from alpa_strategy.intra_op.options import local_bytes
+from alpa_strategy.ir.gathers import local_bytes
 from alpa_strategy.ir.graph import StepGraph
 from alpa_strategy.ir.op import CUSTOM_OPS, OpCall
 from alpa_strategy.ir.optimizer_info import OptimizerInfo

@@ -8,10 +8,9 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
-from lightning.pytorch import LightningModule
-
 from alpa_strategy.capture import rewrites
 from alpa_strategy.capture.convert import convert
+from alpa_strategy.capture.lightning_adapter import LightningModule
 from alpa_strategy.capture.merge_ranks import merge_ranks, synced_norms
 from alpa_strategy.capture.module_state import changed_attributes, initialized
 from alpa_strategy.capture.non_tensor_inputs import register_batch_types

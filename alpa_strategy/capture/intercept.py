@@ -2,8 +2,8 @@
 forbidden calls.
 
 `recording(module)` makes the module record instead of act, and puts everything back on exit.
-Communication that the
-step does by itself is refused: the captured step has the rows of all ranks already.
+Communication
+of the step's own code is refused (`communication.py`).
 """
 
 import builtins
@@ -12,20 +12,15 @@ from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from enum import Enum
-from functools import partial
-from types import FunctionType
 from typing import Any, NoReturn
 
 import torch
-import torch.distributed as dist
-import torch.distributed._functional_collectives as functional
-from lightning.pytorch import LightningModule
 from torch import Tensor, fx, nn
 from torch.fx.experimental.proxy_tensor import get_proxy_slot
 from torch.utils import _pytree as pytree
-from torchmetrics import MetricCollection
-from torchmetrics.wrappers.abstract import WrapperMetric
 
+from alpa_strategy.capture.communication import collectives_refused, refuse_collective
+from alpa_strategy.capture.lightning_adapter import LightningModule, MetricCollection, WrapperMetric
 from alpa_strategy.capture.module_state import attributes_kept, changed_attributes
 from alpa_strategy.capture.ops import apply_as_op
 from alpa_strategy.capture.outside_state import globals_kept
@@ -385,7 +380,7 @@ def _recording_class(
             trainer_property.fset,
         ),
         "device": property(lambda self: device),
-        "all_gather": lambda self, *_, **__: refuse("self.all_gather"),
+        "all_gather": lambda self, *_, **__: refuse_collective("self.all_gather"),
         "print": refuse_print,
         "logger": property(lambda self: getattr(view, "logger", None)),
         "loggers": property(lambda self: getattr(view, "loggers", [])),
@@ -546,53 +541,3 @@ def _without_argument_checks(record: Recording) -> Callable[..., None]:
         original(self, *args[:2], **{**kwargs, "validate_args": False})
 
     return init
-
-
-# Namespaces of collective ops.
-_NAMESPACES = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "c10d_functional")
-
-# Parts of the names of collectives and messages: `all_reduce`, `batch_isend_irecv`,
-# `monitored_barrier`, `reduce_scatter_tensor`.
-_KINDS = ("all_to_all", "barrier", "broadcast", "gather", "recv", "reduce", "scatter", "send")
-
-
-def refuse(collective: str, where: str | None = None) -> NoReturn:
-    """Raise CaptureError about a collective.
-
-    Args:
-        collective: its name.
-        where: the user's line, if it is not in the running stack.
-    """
-    raise CaptureError(
-        f"{collective} is called in the step ({where or user_frame()}): the captured step computes"
-        " on the rows of all ranks together, as one device would",
-        "leave the call out: tensors have all rows, and means and sums are over all of them (in a"
-        " contrastive loss `z @ z.T` has every negative, and the labels are `arange(len(z))`); what"
-        " is for your own eyes can be communicated in a hook such as on_train_batch_end",
-    )
-
-
-def collectives_refused() -> AbstractContextManager[None]:
-    """Return the context that refuses calls of torch.distributed by this thread."""
-    patches = []
-    for module in (dist, functional):
-        for name, function in vars(module).items():
-            is_public = type(function) is FunctionType and name[0] != "_"
-            if is_public and any(kind in name for kind in _KINDS):
-                refusal = partial(_refuse_collective, f"torch.distributed's {name}")
-                patches.append((module, name, checked(function, refusal)))
-    return patched(patches)
-
-
-def _refuse_collective(collective: str, *_: Any, **__: Any) -> NoReturn:
-    refuse(collective)
-
-
-def check_no_collectives(graph: fx.Graph, origins: Mapping[fx.Node, tuple[str, str]]) -> None:
-    """Raise CaptureError if the graph has a collective.
-
-    It was called by another name (`from torch.distributed import all_reduce`).
-    """
-    for node in graph.nodes:
-        if isinstance(node.target, torch._ops.OpOverload) and node.target.namespace in _NAMESPACES:
-            refuse(str(node.target), origins.get(node, ("", ""))[1] or "line unknown")

@@ -22,11 +22,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils import _pytree as pytree
 
+from alpa_strategy.capture.communication import is_of_all_ranks
 from alpa_strategy.capture.graph_builder import Builder, infer
 from alpa_strategy.capture.graph_results import Numbering, renumbered_ops
 from alpa_strategy.capture.ops import batch_norm_train
@@ -73,7 +73,10 @@ class Merged:
 
 
 def merge_ranks(
-    step: StepGraph, num_ranks: int, synced: Collection[str] = frozenset()
+    step: StepGraph,
+    num_ranks: int,
+    synced: Collection[str] = frozenset(),
+    used_by_each: bool = False,
 ) -> StepGraph:
     """Return the step of all ranks, each on its own batch.
 
@@ -82,12 +85,15 @@ def merge_ranks(
         num_ranks: ranks that load batches, all of the same shapes; at least 2.
         synced: paths of the BatchNorms whose statistics are those of all ranks' samples
             (SyncBatchNorm).
+        used_by_each: whether each rank goes on with values that leave the step, by code of its own
+            (submodules of an eager step): values that are the same on all ranks get a gradient from
+            each of them, too.
 
     Returns:
         A step with `batch_scope="rank"` at the shapes of all batches together. Its `of_ranks` tells
         which values of the output and of records belong to single ranks.
     """
-    return _Merger(step, num_ranks, synced).merged()
+    return _Merger(step, num_ranks, synced, used_by_each).merged()
 
 
 def synced_norms(module: nn.Module) -> frozenset[str]:
@@ -103,7 +109,7 @@ def synced_norms(module: nn.Module) -> frozenset[str]:
     paths = set()
     for path, submodule in module.named_modules():
         is_synced = isinstance(submodule, nn.SyncBatchNorm)
-        if is_synced and submodule.process_group not in (None, dist.group.WORLD):
+        if is_synced and not is_of_all_ranks(submodule.process_group):
             raise CaptureError(
                 f"the SyncBatchNorm {path!r} names a process group",
                 "leave out its process_group, to take the statistics of all ranks",
@@ -116,10 +122,13 @@ def synced_norms(module: nn.Module) -> frozenset[str]:
 class _Merger:
     """Writes the merged step op by op."""
 
-    def __init__(self, step: StepGraph, num_ranks: int, synced: Collection[str]) -> None:
+    def __init__(
+        self, step: StepGraph, num_ranks: int, synced: Collection[str], used_by_each: bool
+    ) -> None:
         self.step = step
         self.num_ranks = num_ranks
         self.synced = synced
+        self.used_by_each = used_by_each
         self.builder = Builder()
 
         # Value of the step -> its value in the merged step.
@@ -446,10 +455,19 @@ class _Merger:
             of_ranks: merged value -> how it holds the ranks' values; this one is added.
         """
         state = self.state[value]
+        if self.used_by_each and state.is_same and self.step.values[value].requires_grad:
+            state = self._separated(value)
         if state.dim is not None:
             is_number = not self.step.values[value].shape
             of_ranks[state.ref.index] = OfRanks(state.dim, is_number)
         return state.ref
+
+    def _separated(self, value: int) -> Merged:
+        """Return a value that all ranks have, once for each rank: each gives its own gradient."""
+        if self.step.values[value].shape:
+            return Merged(self._repeat(value, 0), 0)
+        ref = self.state[value].ref
+        return Merged(self.builder.emit(aten.expand.default, ref, (self.num_ranks,)), 0)
 
     def _inputs(self, numbering: Numbering) -> dict[str, tuple[Any, ...]]:
         """Return the step's inputs by group, renumbered; batch leaves have the ranks' tensors."""

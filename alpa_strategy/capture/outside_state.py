@@ -8,10 +8,10 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Set
 from contextlib import contextmanager
 from typing import Any
 
-from lightning.pytorch import LightningModule
 from torch import nn
 
 from alpa_strategy.capture.kept_state import restored, snapshots_in
+from alpa_strategy.capture.lightning_adapter import LightningModule
 from alpa_strategy.capture.python_state import (
     RECORDS,
     WITH_STATE,

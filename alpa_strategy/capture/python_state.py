@@ -23,10 +23,9 @@ from typing import Any, TypeGuard
 
 import numpy as np
 import torch
-from lightning.pytorch import LightningModule
 from torch import Tensor, nn
-from torchmetrics import Metric, MetricCollection
 
+from alpa_strategy.capture.lightning_adapter import LightningModule, Metric, MetricCollection
 from alpa_strategy.ir import user_code
 from alpa_strategy.ir.guards import MISSING
 

@@ -9,12 +9,13 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any
 
-from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from alpa_strategy.capture.convert import convert
 from alpa_strategy.capture.graph_builder import storages_of
+from alpa_strategy.capture.lightning_adapter import LightningModule
+from alpa_strategy.capture.merge_ranks import merge_ranks, synced_norms
 from alpa_strategy.capture.python_reads import MODULE_HOOKS
 from alpa_strategy.capture.rewrites import segment_fused_linears
 from alpa_strategy.capture.trace import StepCall, Trace, trace_step
@@ -49,9 +50,13 @@ class Call:
 
 
 def capture_calls(
-    module: LightningModule, calls: Sequence[Call], context: Context
+    module: LightningModule, calls: Sequence[Call], context: Context, num_ranks: int = 1
 ) -> tuple[StepGraph, list[Call]]:
     """Return the graph of all `calls`, without a loss, and the calls with their parts of it.
+
+    Args:
+        num_ranks: ranks that make the calls, each with inputs of its own, and go on with results of
+            its own: the graph computes those of all ranks (`merge_ranks`).
 
     Raises:
         CaptureError: a call does more than compute tensors from its arguments. Errors of the
@@ -71,9 +76,19 @@ def capture_calls(
     graph = replace(segment_fused_linears(convert(trace)), batch_scope="global")
     submodules = [module.get_submodule(call.path) for call in calls]
     graph = replace(graph, attributes=_guards_around_programs(graph, submodules))
-    outputs = graph.output["outputs"]
     _check_effects(graph, trace)
-    return graph.part_for(values_of(outputs)), _parts(graph, calls, outputs)
+    if num_ranks > 1:
+        graph = replace(graph, batch_scope="rank")
+        graph = merge_ranks(graph, num_ranks, synced_norms(module), used_by_each=True)
+    outputs = graph.output["outputs"]
+    return _part(graph, outputs), _parts(graph, calls, outputs)
+
+
+def _part(graph: StepGraph, outputs: Any) -> StepGraph:
+    """Return the graph that computes the values in `outputs`, of which some are single ranks'."""
+    leaving = values_of(outputs)
+    of_ranks = tuple((value, how) for value, how in graph.of_ranks if value in leaving)
+    return replace(graph.part_for(leaving), of_ranks=of_ranks)
 
 
 def _guards_around_programs(
@@ -110,7 +125,7 @@ def _parts(graph: StepGraph, calls: Sequence[Call], outputs: Sequence[Any]) -> l
     first = 0
     for call, output in zip(calls, outputs, strict=True):
         end = first + len(pytree.tree_leaves(call.inputs))
-        part = graph.part_for(values_of(output))
+        part = _part(graph, output)
         leaves = tuple(leaf for leaf in part.leaves if first <= leaf[0] < end)
         part = replace(part, leaves=leaves)
         parts.append(replace(call, step=part, output=output, first=first))

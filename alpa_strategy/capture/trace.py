@@ -18,8 +18,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from lightning.pytorch import LightningModule
-from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
@@ -30,9 +28,11 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 from torch.utils import _pytree as pytree
 
 from alpa_strategy.capture import python_reads
+from alpa_strategy.capture.communication import check_no_collectives
 from alpa_strategy.capture.data_branches import ConstantValues
-from alpa_strategy.capture.intercept import Recording, check_no_collectives, recording
+from alpa_strategy.capture.intercept import Recording, recording
 from alpa_strategy.capture.kept_state import restored
+from alpa_strategy.capture.lightning_adapter import LightningModule, takes_batch_idx
 from alpa_strategy.capture.non_tensor_inputs import (
     UnreadLeaf,
     index_of,
@@ -283,7 +283,7 @@ class _Tracing:
         """
         arguments = [batch]
         step = self.module.training_step
-        if is_param_in_hook_signature(step, "batch_idx", min_args=2):
+        if takes_batch_idx(step):
             arguments.append(self.record.counter(self.call.batch_idx, "batch_idx"))
         return arguments
 

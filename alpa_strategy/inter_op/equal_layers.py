@@ -6,8 +6,8 @@ from itertools import pairwise
 from typing import Any
 
 from alpa_strategy.inter_op.layer_matrix import LayerBoundary
-from alpa_strategy.inter_op.subgraph import stage_on
 from alpa_strategy.ir.graph import StepGraph
+from alpa_strategy.ir.stage_graph import stage_on
 from alpa_strategy.options import PlanOptions
 
 

@@ -28,7 +28,7 @@ from alpa_strategy.inter_op.stage_problem import (
 )
 from alpa_strategy.intra_op.build import BoundaryChoice, OptionTables, boundary_layouts
 from alpa_strategy.intra_op.decode import read_last
-from alpa_strategy.intra_op.options import gathers, local_bytes
+from alpa_strategy.intra_op.options import gathers
 from alpa_strategy.intra_op.problem import (
     Choice,
     Problem,
@@ -39,6 +39,7 @@ from alpa_strategy.intra_op.problem import (
 )
 from alpa_strategy.intra_op.solver.elimination import eliminate
 from alpa_strategy.intra_op.solver.solve import solve
+from alpa_strategy.ir.gathers import local_bytes
 from alpa_strategy.ir.graph import StepGraph
 from alpa_strategy.ir.placement import INVARIANT, DualLayout, shard
 from alpa_strategy.sharding.redistribute import reshard_table

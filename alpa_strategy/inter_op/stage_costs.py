@@ -40,13 +40,14 @@ from alpa_strategy.inter_op.layer_runs import (
 from alpa_strategy.inter_op.mesh_options import allowed_shapes, options_of_part
 from alpa_strategy.inter_op.stage_problem import stage_build, take_apart
 from alpa_strategy.inter_op.stored_costs import job_key, runs_arguments, runs_record
-from alpa_strategy.inter_op.subgraph import crossing_values, span_name
+from alpa_strategy.inter_op.subgraph import span_name
 from alpa_strategy.intra_op.build import OptionTables, boundary_layouts
 from alpa_strategy.intra_op.memory_choices import pinned_offload, with_offload
 from alpa_strategy.intra_op.restrict import restrict
 from alpa_strategy.ir.graph import StepGraph
 from alpa_strategy.ir.optimizer_info import OptimizerInfo
 from alpa_strategy.ir.placement import INVARIANT, DualLayout
+from alpa_strategy.ir.stage_graph import crossing_values
 from alpa_strategy.options import PROPAGATION, PlanOptions
 from alpa_strategy.partial_results import NOT_STORED, Key, PartialResults
 from alpa_strategy.units import format_bytes

@@ -17,10 +17,11 @@ from alpa_strategy.cost.flops import is_view
 from alpa_strategy.intra_op.build import IntraOp, OptionTables, build
 from alpa_strategy.intra_op.decode import messages
 from alpa_strategy.intra_op.memory_choices import result_bytes
-from alpa_strategy.intra_op.options import REDUCTIONS, gathers, local_bytes
-from alpa_strategy.intra_op.per_step import per_step
+from alpa_strategy.intra_op.options import REDUCTIONS, gathers
 from alpa_strategy.intra_op.problem import Problem, Transfer, Use
+from alpa_strategy.ir.gathers import local_bytes
 from alpa_strategy.ir.graph import StepGraph
+from alpa_strategy.sharding.per_step import per_step
 from alpa_strategy.sharding.redistribute import reshard_table
 
 # There while any span is recomputed.

@@ -28,7 +28,6 @@ from alpa_strategy.inter_op.stage_problem import (
     weighted,
 )
 from alpa_strategy.inter_op.stored_costs import stage_fields, stage_record
-from alpa_strategy.inter_op.subgraph import stage_on
 from alpa_strategy.intra_op import memory_choices
 from alpa_strategy.intra_op.build import IntraOp, OptionTables, build
 from alpa_strategy.intra_op.decode import (
@@ -45,6 +44,7 @@ from alpa_strategy.intra_op.solver.solve import PROVED, NoCheaperSolution, propa
 from alpa_strategy.intra_op.solver.stored import solve_stored
 from alpa_strategy.ir.graph import StepGraph
 from alpa_strategy.ir.plan import Collective, ParameterPlan, Predicted, StagePlan
+from alpa_strategy.ir.stage_graph import stage_on
 from alpa_strategy.options import PROPAGATION, PlanOptions
 from alpa_strategy.partial_results import Key
 from alpa_strategy.units import format_bytes

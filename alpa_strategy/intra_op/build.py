@@ -21,19 +21,20 @@ from alpa_strategy.intra_op.options import (
     OpOptions,
     ParameterOptions,
     gathers,
-    local_bytes,
     op_options,
     parameter_options,
     picked,
     without_parameters,
 )
 from alpa_strategy.intra_op.overlap import hidden
-from alpa_strategy.intra_op.per_step import PerStep, casts_of_parameters
 from alpa_strategy.intra_op.problem import Choice, Problem, Transfer, Use
+from alpa_strategy.ir.gathers import local_bytes
 from alpa_strategy.ir.graph import ParameterInput, StepGraph
 from alpa_strategy.ir.op import OpCall, TensorMeta
 from alpa_strategy.ir.optimizer_info import OptimizerInfo
 from alpa_strategy.ir.placement import INVARIANT, PARTIAL, DualLayout, shard
+from alpa_strategy.ir.stage_graph import batch_layout
+from alpa_strategy.sharding.per_step import PerStep, casts_of_parameters
 from alpa_strategy.sharding.redistribute import reshard_table
 from alpa_strategy.sharding.strategies import is_random
 
@@ -251,14 +252,6 @@ class OptionTables:
                 on_host,
             )
         return self._parameters[key]
-
-
-def batch_layout(step: StepGraph, batch_dim: int | None, num_axes: int) -> DualLayout:
-    """Return the layout in which a batch leaf arrives: each rank has its local samples, or all
-    ranks have the same tensor.
-    """
-    own_rows = step.batch_scope == "rank" and batch_dim == 0
-    return (shard(0) if own_rows else INVARIANT,) * num_axes
 
 
 @lru_cache(maxsize=4096)

@@ -11,14 +11,9 @@ import numpy as np
 
 from alpa_strategy.intra_op.build import IntraOp
 from alpa_strategy.intra_op.memory_choices import fetched_bytes, recomputed, stored
-from alpa_strategy.intra_op.options import (
-    REDUCTIONS,
-    bucketed_seconds,
-    is_gather,
-    local_bytes,
-    step_collectives_of,
-)
+from alpa_strategy.intra_op.options import REDUCTIONS, bucketed_seconds, step_collectives_of
 from alpa_strategy.intra_op.overlap import best_parts, making_seconds
+from alpa_strategy.ir.gathers import is_gather, launched_counts, local_bytes
 from alpa_strategy.ir.op import TensorMeta
 from alpa_strategy.ir.placement import DualLayout
 from alpa_strategy.ir.plan import Collective, Predicted, StagePlan
@@ -310,27 +305,6 @@ def _gathered(
 # A gather that is launched when its op is reached delays the op. One that is launched earlier
 # overlaps with other ops, and its parameter is full for longer. As many bytes are in flight as hide
 # all that can be hidden, and as memory allows.
-
-
-def launched_counts(sizes: Sequence[int], prefetched_bytes: int) -> Iterator[int]:
-    """Yield, per gather in the order of the program, how many gathers are launched when it is
-    waited for.
-
-    Args:
-        sizes: bytes of each.
-        prefetched_bytes: most bytes that are gathered in addition to the one that is waited for.
-    """
-    count = 0
-    in_flight = 0
-    for number, size in enumerate(sizes):
-        if count <= number:
-            count = number + 1
-            in_flight = size
-        in_flight -= size
-        while count < len(sizes) and in_flight + sizes[count] <= prefetched_bytes:
-            in_flight += sizes[count]
-            count += 1
-        yield count
 
 
 class _Gathering(NamedTuple):

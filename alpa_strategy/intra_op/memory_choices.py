@@ -35,9 +35,10 @@ from alpa_strategy.cost.flops import (
 )
 from alpa_strategy.errors import OptionError, PlanError
 from alpa_strategy.intra_op.build import IntraOp
-from alpa_strategy.intra_op.options import ParameterOptions, gathers, joined, local_bytes, picked
+from alpa_strategy.intra_op.options import ParameterOptions, gathers, joined, picked
 from alpa_strategy.intra_op.problem import Problem, Transfer, duplicate_strategies
 from alpa_strategy.intra_op.restrict import matching
+from alpa_strategy.ir.gathers import local_bytes
 from alpa_strategy.ir.graph import Op, ParameterInput, StepGraph
 from alpa_strategy.ir.guards import is_symbolic
 from alpa_strategy.ir.op import OpCall

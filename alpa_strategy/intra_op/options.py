@@ -18,10 +18,11 @@ from alpa_strategy.cost.flops import is_plain_view, is_view
 from alpa_strategy.cost.model import OpCosts
 from alpa_strategy.cost.saved_tensors import Saved
 from alpa_strategy.intra_op.owner_costs import full_update_cost
+from alpa_strategy.ir.gathers import is_sharded, local_bytes
 from alpa_strategy.ir.graph import ParameterInput
 from alpa_strategy.ir.op import AxisStrategy, OpCall, TensorMeta
 from alpa_strategy.ir.optimizer_info import FullUpdate, OptimizerInfo
-from alpa_strategy.ir.placement import DualLayout, value_layout
+from alpa_strategy.ir.placement import DualLayout
 from alpa_strategy.ir.plan import ParameterMode, ParameterPlan, Storage
 from alpa_strategy.options import BUCKET_BYTES
 from alpa_strategy.sharding.strategies import RING, localize, op_strategies, priced_call, ring_bytes
@@ -112,13 +113,6 @@ class OpOptions:
 
 
 @lru_cache(maxsize=1 << 16)
-def local_bytes(meta: TensorMeta, layout: DualLayout, mesh_shape: tuple[int, ...]) -> int:
-    """Return the bytes of the largest shard of a value in `layout`: that of device 0."""
-    origin = (0,) * len(mesh_shape)
-    shape = value_layout(layout).local_shape(meta.shape, mesh_shape, origin)
-    return meta.with_shape(shape).num_bytes
-
-
 def parameter_modes(meta: TensorMeta, axis_size: int, num_segments: int) -> list[ParameterMode]:
     """Return the storage modes of one parameter on one mesh axis.
 
@@ -515,23 +509,8 @@ def without_parameters(
     return replace(options, forward_bytes=options.forward_bytes - resident)
 
 
-def is_gather(source: DualLayout, target: DualLayout) -> bool:
-    """Whether some axis goes from a shard to the full value: the target is a copy that can be
-    re-gathered.
-    """
-    for before, after in zip(_is_sharded(source), _is_sharded(target), strict=True):
-        if before and not after:
-            return True
-    return False
-
-
 def gathers(sources: Sequence[DualLayout], targets: Sequence[DualLayout]) -> np.ndarray:
     """Return [source, target] whether some axis goes from a shard to the full value."""
-    before = np.array([_is_sharded(layout) for layout in sources])
-    after = np.array([_is_sharded(layout) for layout in targets])
+    before = np.array([is_sharded(layout) for layout in sources])
+    after = np.array([is_sharded(layout) for layout in targets])
     return (before[:, None] & ~after[None]).any(axis=2)
-
-
-def _is_sharded(layout: DualLayout) -> list[bool]:
-    """Return, per mesh axis, whether the layout has a shard."""
-    return [placement.shard_dim is not None for placement in layout]

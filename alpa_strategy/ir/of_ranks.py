@@ -25,8 +25,8 @@ class OfRanks:
         return (shard(self.dim),) * num_axes
 
     def of(self, tensor: Tensor, rank: int, num_ranks: int) -> Tensor:
-        """Return the value of `rank`, a copy."""
+        """Return the value of `rank`, a view."""
         if self.is_number:
-            return tensor.select(self.dim, rank).clone()
+            return tensor.select(self.dim, rank)
         size = tensor.shape[self.dim] // num_ranks
-        return tensor.narrow(self.dim, rank * size, size).clone()
+        return tensor.narrow(self.dim, rank * size, size)

@@ -13,14 +13,14 @@ import torch
 
 from alpa_strategy.comm.mesh import MeshComm
 from alpa_strategy.comm.random import ShardedRandom
-from alpa_strategy.inter_op.subgraph import slice_stage
-from alpa_strategy.intra_op.per_step import PerStep, per_step
 from alpa_strategy.ir.graph import StepGraph
 from alpa_strategy.ir.placement import DualLayout
 from alpa_strategy.ir.plan import StagePlan
+from alpa_strategy.ir.stage_graph import slice_stage
 from alpa_strategy.lower.lowered_step import LoweredStep
 from alpa_strategy.lower.program_writer import ProgramWriter
 from alpa_strategy.lower.segments import Compiler
+from alpa_strategy.sharding.per_step import PerStep, per_step
 from alpa_strategy.sharding.strategies import is_random
 
 

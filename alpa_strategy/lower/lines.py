@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from alpa_strategy.intra_op.decode import launched_counts
+from alpa_strategy.ir.gathers import launched_counts
 from alpa_strategy.ir.op import OpCall
 
 LITERALS = (bool, int, float, str, type(None))

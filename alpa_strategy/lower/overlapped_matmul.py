@@ -15,8 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from alpa_strategy.capture.products import Product
 from alpa_strategy.comm.reshard import Reshard
-from alpa_strategy.intra_op.overlap import Product
 
 
 @dataclass(frozen=True)

@@ -13,20 +13,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from alpa_strategy.capture.products import Product, product_of
 from alpa_strategy.comm.mesh import MeshComm
 from alpa_strategy.comm.random import ShardedRandom
 from alpa_strategy.comm.reshard import Reshard
 from alpa_strategy.cost.flops import product_kind
-from alpa_strategy.intra_op.build import batch_layout
-from alpa_strategy.intra_op.options import is_gather, local_bytes
-from alpa_strategy.intra_op.overlap import Product, product_of
-from alpa_strategy.intra_op.per_step import casts_of_parameters
+from alpa_strategy.ir.gathers import is_gather, local_bytes
 from alpa_strategy.ir.graph import Op, StepGraph
 from alpa_strategy.ir.guards import SymbolicScalar, at_counters, is_symbolic
 from alpa_strategy.ir.op import AxisStrategy, LocalCall, OpCall, Slot
 from alpa_strategy.ir.per_rank import PerRank, with_rank_dim
 from alpa_strategy.ir.placement import INVARIANT, DualLayout, dual_layout_to_str, value_layout
 from alpa_strategy.ir.plan import StagePlan
+from alpa_strategy.ir.stage_graph import batch_layout
 from alpa_strategy.lower.leaving import leaving_layout, reads_others_buffers
 from alpa_strategy.lower.lines import (
     Line,
@@ -42,6 +41,7 @@ from alpa_strategy.lower.lowered_step import LoweredStep, per_step_name
 from alpa_strategy.lower.overlapped_matmul import MatmulSpec, OverlappedMatmul
 from alpa_strategy.lower.segments import Compiler, is_compilable
 from alpa_strategy.lower.unsaved_results import without_saving
+from alpa_strategy.sharding.per_step import casts_of_parameters
 from alpa_strategy.sharding.strategies import localize
 
 

@@ -18,12 +18,11 @@ from torch import nn
 from alpa_strategy.cluster.spec import ClusterSpec
 from alpa_strategy.comm.mesh import MeshComm
 from alpa_strategy.comm.random import ShardedRandom
-from alpa_strategy.inter_op.subgraph import slice_stage
-from alpa_strategy.intra_op.build import batch_layout
 from alpa_strategy.ir.graph import ParameterInput, StepGraph
 from alpa_strategy.ir.guards import COUNTERS
 from alpa_strategy.ir.placement import Layout, value_layout
 from alpa_strategy.ir.plan import ParameterPlan, StagePlan, stage_ranks
+from alpa_strategy.ir.stage_graph import batch_layout, slice_stage
 from alpa_strategy.lower.codegen import lower_stage
 from alpa_strategy.lower.lowered_step import LoweredStep
 from alpa_strategy.lower.segments import Compiler

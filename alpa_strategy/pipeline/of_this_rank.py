@@ -14,6 +14,9 @@ def of_this_rank(
 ) -> dict[int, Tensor]:
     """Return the values that leave the step of one rank.
 
+    They have no autograd graph but for the loss. Of a graph without a loss (submodules of an eager
+    step), all have one: a backward of the user's own step goes through them.
+
     Args:
         step: the step of all ranks.
         values: its values by number. Those of `step.of_ranks` hold the values of `num_ranks` ranks.
@@ -21,8 +24,12 @@ def of_this_rank(
     """
     local_values = dict(values)
     for value, how in step.of_ranks:
-        if value in values:
-            local_values[value] = how.of(values[value].detach(), rank, num_ranks)
+        if value not in values:
+            continue
+        if step.loss < 0:
+            local_values[value] = how.of(values[value], rank, num_ranks)
+        else:
+            local_values[value] = how.of(values[value].detach(), rank, num_ranks).clone()
     if step.loss_of_ranks in local_values:
         local_loss = local_values[step.loss_of_ranks]
         local_values[step.loss_of_ranks] = _LossOfRank.apply(values[step.loss], local_loss)

@@ -25,11 +25,11 @@ from alpa_strategy.cluster.spec import ClusterSpec
 from alpa_strategy.comm.collectives import rank_in, world_size
 from alpa_strategy.comm.mesh import MeshComm, Replica, build_mesh, build_stage_meshes
 from alpa_strategy.errors import RuntimeMismatchError
-from alpa_strategy.inter_op.subgraph import slice_stage
 from alpa_strategy.ir.graph import BufferInput, ParameterInput, StepGraph
 from alpa_strategy.ir.guards import COUNTERS
 from alpa_strategy.ir.plan import Plan, StagePlan, stage_ranks
 from alpa_strategy.ir.run_step import run_step
+from alpa_strategy.ir.stage_graph import slice_stage
 from alpa_strategy.lower.codegen import lower
 from alpa_strategy.lower.segments import Compiler
 from alpa_strategy.microbatch.first_rank_buffers import with_first_rank_buffers
@@ -43,6 +43,7 @@ from alpa_strategy.pipeline.build import (
 from alpa_strategy.pipeline.executor import Gradients, Pipeline
 from alpa_strategy.pipeline.of_this_rank import of_this_rank
 from alpa_strategy.pipeline.stage_program import Values
+from alpa_strategy.runtime.mesh_parameters import scaled_gradients
 from alpa_strategy.runtime.parameters import ParameterStore
 
 # Of micro-batches without a pipeline: the backward of each one follows its forward.
@@ -86,6 +87,7 @@ class PlanRuntime:
         compile: arguments of `torch.compile`; None: programs of training steps are not compiled.
         replica: the ranks that run the plan, next to others with the same parameters; None: all
             ranks of the job run it.
+        gradient_scale: factor of the gradients that programs of one stage give to parameters.
     """
 
     def __init__(
@@ -100,6 +102,7 @@ class PlanRuntime:
         backend: str,
         compile: Mapping[str, Any] | None = None,
         replica: Replica | None = None,
+        gradient_scale: float = 1.0,
     ) -> None:
         group = None if replica is None else replica.group
         self._group = group
@@ -108,6 +111,7 @@ class PlanRuntime:
         self.module = module
         self._plan = plan
         self.loss_scale = loss_scale
+        self._gradient_scale = gradient_scale
 
         # Both are part of checkpoints.
         self._seed = seed
@@ -190,6 +194,8 @@ class PlanRuntime:
             buffers = step_buffers(self.module, step, counters)
             with parameters.regather_hooks(stage.prefetched_bytes) if regathers else nullcontext():
                 inputs = parameters.step_inputs(stage.prefetched_bytes)
+                if self._gradient_scale != 1.0:
+                    inputs = scaled_gradients(inputs, self._gradient_scale)
                 values = lowered(inputs, buffers, _samples_of_mesh(step, leaves, mesh))[0]
             return of_this_rank(step, values, *ranks)
 

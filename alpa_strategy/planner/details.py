@@ -19,7 +19,6 @@ from alpa_strategy.inter_op.stage_problem import (
     stage_build,
     take_apart,
 )
-from alpa_strategy.inter_op.subgraph import stage_on
 from alpa_strategy.intra_op import memory_choices
 from alpa_strategy.intra_op.build import IntraOp, OptionTables, build
 from alpa_strategy.intra_op.decode import (
@@ -29,8 +28,8 @@ from alpa_strategy.intra_op.decode import (
     transfer_messages,
     working_bytes,
 )
-from alpa_strategy.intra_op.options import local_bytes
 from alpa_strategy.intra_op.problem import evaluate
+from alpa_strategy.ir.gathers import local_bytes
 from alpa_strategy.ir.graph import StepGraph
 from alpa_strategy.ir.op import TensorMeta
 from alpa_strategy.ir.placement import DualLayout, dual_layout_to_str, value_layout
@@ -46,6 +45,7 @@ from alpa_strategy.ir.plan_details import (
     StageMemory,
     ValueDetails,
 )
+from alpa_strategy.ir.stage_graph import stage_on
 from alpa_strategy.microbatch.transform import microbatch
 from alpa_strategy.planner.task import PlanTask
 

@@ -111,17 +111,19 @@ def submodule_options(
     if conflict is not None:
         if is_required:
             raise OptionError(
-                f'capture="submodules" has replicas work alike, but {conflict}',
+                f'capture="submodules" has submodules planned, but {conflict}',
                 "leave one of them out",
             )
         return None
 
+    # Whether the ranks of a replica load the same batch.
+    loads_alike = bool(limits.replicas) or options.batch_scope == "global"
     inside = replace(
         options,
         parallel=kinds[-1] if replica_size > 1 else "auto",
         logical_mesh=(replica_size,),
         placements=tuple((pattern, modes[-1].rstrip("*")) for pattern, modes in pins),
-        batch_scope="global",
+        batch_scope="global" if loads_alike else "rank",
         num_stages=1,
         remat=(SELECTIVE,) if options.remat is True else options.remat,
         completes=True,

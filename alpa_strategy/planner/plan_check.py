@@ -13,14 +13,14 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 
+from alpa_strategy.capture.products import product_of
 from alpa_strategy.errors import PlanError
-from alpa_strategy.inter_op.subgraph import slice_stage
 from alpa_strategy.intra_op.build import boundary_layouts
 from alpa_strategy.intra_op.memory_choices import can_be_offloaded, can_run_again
-from alpa_strategy.intra_op.overlap import product_of
 from alpa_strategy.ir.graph import ParameterInput, StepGraph
 from alpa_strategy.ir.placement import DualLayout, dual_layout_to_str
 from alpa_strategy.ir.plan import ParameterPlan, Plan, StagePlan, Storage, modes_text, stage_ranks
+from alpa_strategy.ir.stage_graph import slice_stage
 from alpa_strategy.schedules import SCHEDULES, mesh_of, refusal
 from alpa_strategy.sharding.strategies import axis_strategies, localize
 

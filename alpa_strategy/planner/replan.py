@@ -16,7 +16,7 @@ import numpy as np
 from alpa_strategy.errors import PlanError
 from alpa_strategy.inter_op.stage_costs import StageCostTask
 from alpa_strategy.inter_op.stage_solve import StageRequest, StageSolver
-from alpa_strategy.inter_op.subgraph import boundary_bytes, cluster_layers, stage_on
+from alpa_strategy.inter_op.subgraph import boundary_bytes, cluster_layers
 from alpa_strategy.intra_op.memory_choices import offload_of
 from alpa_strategy.ir.graph import StepGraph
 from alpa_strategy.ir.plan import (
@@ -28,6 +28,7 @@ from alpa_strategy.ir.plan import (
     modes_text,
     stage_ranks,
 )
+from alpa_strategy.ir.stage_graph import stage_on
 from alpa_strategy.microbatch.transform import MicroStep, microbatch
 from alpa_strategy.planner.assembly import plan_of
 from alpa_strategy.planner.cost_task import stage_cost_task

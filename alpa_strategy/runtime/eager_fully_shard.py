@@ -8,7 +8,6 @@ and drop it afterwards. What autograd saves of it is a recipe, by which the back
 Ranks need not do the same work: `runtime/on_demand_gather.py` lets each gather what it needs next.
 """
 
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -18,13 +17,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 from alpa_strategy.capture.python_state import patched
 from alpa_strategy.comm.mesh import Pending
 from alpa_strategy.comm.saved_tensor_hooks import SavedTensorHooks
-from alpa_strategy.errors import SetupError
 from alpa_strategy.options import BUCKET_BYTES
 from alpa_strategy.runtime.activation_checkpoint import forward_of_copy
 from alpa_strategy.runtime.on_demand_gather import OnDemandGather, Wait
@@ -472,103 +468,3 @@ class _GatherOnAccess(dict[str, Any]):
         if self._on_use.is_active and parameter is not None:
             self._on_use.need(parameter)
         return parameter
-
-
-class UnshardOnAccess(TorchFunctionMode):
-    """Context of code that all ranks of a store run alike: a sharded parameter is full from the
-    first function of torch on that takes it, and its gradient is sharded again.
-
-    Args:
-        store: of the parameters.
-
-    Raises:
-        SetupError: the code changes a full parameter, which is a local copy, or reads gradients,
-            which are sharded.
-    """
-
-    def __init__(self, store: ParameterStore) -> None:
-        super().__init__()
-        self._store = store
-        self._sharded_ids = {id(parameter) for parameter in store.sharded_parameters}
-
-        # (id, requires_grad, grad mode) -> parameter, its full copy, and the copy's first version.
-        self._full_copies: dict[tuple[Any, ...], tuple[nn.Parameter, Tensor, int]] = {}
-
-        # False while code runs that handles shards itself.
-        self.sees = True
-
-    def __exit__(self, *exc: Any) -> None:
-        super().__exit__(*exc)
-        self.forget()
-
-    def forget(self) -> None:
-        """Drop all full copies, because shards get new values.
-
-        Raises:
-            SetupError: the user's code has changed one of the copies.
-        """
-        full_copies = self._full_copies
-        self._full_copies = {}
-        for parameter, full, version in full_copies.values():
-            if full._version != version:
-                raise self._error(parameter)
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        sharded = []
-        if self.sees:
-            sharded = [p for p in tree_leaves((args, kwargs)) if id(p) in self._sharded_ids]
-
-        if func in _REFUSED and sharded and sys._getframe(1).f_code.co_name != "zero_grad":
-            raise self._error(sharded[0])
-        if func in _OF_SHARDS or func in _REFUSED or not sharded:
-            return func(*args, **kwargs)
-
-        args, kwargs = tree_map_only(nn.Parameter, self._unshard, (args, kwargs))
-        if func == _TENSOR.data.__get__:
-            return args[0].detach()
-        return func(*args, **kwargs)
-
-    def _unshard(self, parameter: nn.Parameter) -> Tensor:
-        """Return the full copy of a sharded parameter; another parameter as it is."""
-        if id(parameter) not in self._sharded_ids:
-            return parameter
-        key = (id(parameter), parameter.requires_grad, torch.is_grad_enabled())
-        if key not in self._full_copies:
-            full = self._store.unsharded_for_autograd(parameter)
-            self._full_copies[key] = (parameter, full, full._version)
-        _, full, _ = self._full_copies[key]
-        return full
-
-    def _error(self, parameter: nn.Parameter) -> SetupError:
-        """Return the error for code that changes a sharded parameter or reads its gradient."""
-        name = self._store.name_of(parameter)
-        return SetupError(
-            f"code of the step changes {name} or reads its gradient, of which each rank has a"
-            " shard",
-            f'keep it unsharded (placements={{"{name}": "R"}}), or do it in a hook',
-        )
-
-
-# The attributes of tensors are descriptors.
-_TENSOR: Any = Tensor
-
-# Functions that are right for a shard.
-_OF_SHARDS = {
-    _TENSOR.grad.__set__,
-    _TENSOR.grad.__delete__,
-    _TENSOR.is_leaf.__get__,
-    _TENSOR.requires_grad.__get__,
-    _TENSOR.requires_grad.__set__,
-    Tensor.requires_grad_,
-    Tensor.__hash__,
-}
-
-# Functions that a shard would make wrong, and a full copy without effect.
-_REFUSED = {
-    _TENSOR.grad.__get__,
-    _TENSOR.data.__set__,
-    Tensor.backward,
-    torch.autograd.grad,
-    torch.autograd.backward,
-}

@@ -6,6 +6,7 @@ their gradients are noticed.
 
 from collections.abc import Callable, Collection, Mapping
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -300,3 +301,23 @@ class LazyTensors(dict[str, Tensor]):
 
     def __missing__(self, name: str) -> Tensor:
         return self._make(name)
+
+
+def scaled_gradients(inputs: Mapping[str, Tensor], scale: float) -> Mapping[str, Tensor]:
+    """Return the inputs of a step (`MeshParameters.step_inputs`), with gradients times `scale`."""
+    return LazyTensors(lambda name: _ScaledGradient.apply(inputs[name], scale))
+
+
+class _ScaledGradient(torch.autograd.Function):
+    """(parameter, scale) -> the parameter, whose gradient is multiplied by `scale`."""
+
+    @staticmethod
+    def forward(ctx: Any, parameter: Tensor, scale: float) -> Tensor:
+        # Read by `SavedTensorHooks`.
+        ctx.is_made_of_parameters = True
+        ctx.scale = scale
+        return parameter.view_as(parameter)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad * ctx.scale, None

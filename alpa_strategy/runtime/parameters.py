@@ -433,15 +433,6 @@ class ParameterStore:
             dist.broadcast(full, group=self.mesh.all_devices.group, group_src=known.source)
         return full
 
-    def unsharded_for_autograd(self, parameter: nn.Parameter) -> Tensor:
-        """Return the full parameter, differentiable, for code that all ranks run alike. Collective.
-
-        The gradient of the result is complete on every rank.
-        """
-        local = self._known[parameter].local
-        assert local is not None
-        return local.to_full(local.in_step(parameter)).view(local.module_shape)
-
     def summed_later(self, parameter: nn.Parameter) -> Tensor | None:
         """Return the full copy of a parameter if it has a local gradient to which more batches of
         one update add, else None.

@@ -1,6 +1,4 @@
-"""Steps that no graph can hold, whose submodules are planned: DDP's numbers, with a rank for each
-replica.
-"""
+"""Steps that no graph can hold, whose submodules are planned: DDP's numbers on the same ranks."""
 
 from __future__ import annotations
 
@@ -28,7 +26,9 @@ LENGTH = 5
 CLASSES = 12
 ROWS = 8
 STEPS = 5
-TENSOR = {"parallel": "tensor"}  # one replica of all ranks
+# Programs are divided over all ranks.
+TENSOR = {"parallel": "tensor"}
+# Over two of four ranks.
 TWO = {"logical_mesh": (2, 2), "parallel": ("data", "tensor")}
 
 
@@ -105,8 +105,12 @@ class Masked(Program):
         loss = F.cross_entropy(F.linear(h[mask], self.embed.weight), tokens[mask])
         if batch_idx == 3:
             loss = loss + 0.01 * sum(p.pow(2).sum() for p in self.parameters())
-        if batch_idx == 2:  # another shape than the first
+        # Other shapes than the first: on all ranks, and on the last one.
+        if batch_idx == 2:
             loss = loss + self.net(self.embed(tokens[:, :2])).mean()
+        if batch_idx == 4:
+            is_last = self.global_rank == self.trainer.world_size - 1
+            loss = loss + self.net(self.embed(tokens[:, : 2 if is_last else LENGTH])).mean()
         self.log("train_loss", loss, sync_dist=True)
         return loss
 
@@ -235,6 +239,30 @@ class Changes(Program):
         return super().training_step(batch, batch_idx)
 
 
+class Branches(Program):
+    """Only some ranks call a planned submodule."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        if batch_idx == 3 and self.global_rank == 1:
+            loss = loss + self.net(self.embed(batch[0])).mean()
+        return loss
+
+
+class Ignores(Matches):
+    """The loss of one rank does not depend on one of two planned submodules."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x = self.embed(batch[0]).mean(1)
+        a = self.net(x).square().mean()
+        b = self.other(x).square().mean()
+        is_larger = b.item() > a.item()
+        self.log("is_larger", float(is_larger))
+        if batch_idx == 3 and self.global_rank == 1:
+            return a
+        return a + b
+
+
 class Looks(Gan):
     def training_step(self, batch: Any, batch_idx: int) -> None:
         super().training_step(batch, batch_idx)
@@ -260,7 +288,18 @@ def train(
     """Return this rank's outcome of a training with `loaders` loaders; no options: under DDP."""
     program = {
         each.__name__: each
-        for each in (Program, Matches, Masked, Gan, Penalized, Unruly, Changes, Looks)
+        for each in (
+            Program,
+            Matches,
+            Masked,
+            Gan,
+            Penalized,
+            Unruly,
+            Changes,
+            Looks,
+            Branches,
+            Ignores,
+        )
     }[name]
     torch.manual_seed(5)
     torch.set_default_dtype(torch.float64)
@@ -305,21 +344,21 @@ def train(
 
 def assert_same(found: list[dict], expected: list[dict]) -> None:
     for rank, one in enumerate(found):
-        of_replica = expected[rank * len(expected) // len(found)]
-        assert len(one["logged"]) == len(of_replica["logged"])
-        for mine, theirs in zip(one["logged"], of_replica["logged"], strict=True):
+        of_loader = expected[rank * len(expected) // len(found)]
+        assert len(one["logged"]) == len(of_loader["logged"])
+        for mine, theirs in zip(one["logged"], of_loader["logged"], strict=True):
             assert mine == pytest.approx(theirs, rel=1e-9)
-        for key, value in of_replica["state"].items():
+        for key, value in of_loader["state"].items():
             torch.testing.assert_close(one["state"][key], value, rtol=0, atol=1e-9, msg=key)
     for key, value in found[0]["state"].items():
-        if "norm.running" not in key:  # a replica's own, as under DDP
+        if "norm.running" not in key:  # this rank's own, as under DDP
             assert all(torch.equal(one["state"][key], value) for one in found), key
 
 
 @pytest.mark.parametrize("name", ["Program", "Matches", "Masked", "Gan", "Penalized", "Unruly"])
-def test_one_replica_of_two_ranks(pool, tmp_path, name):
+def test_programs_divided_over_two_ranks(pool, tmp_path, name):
     per_rank = pool.run(2, train, name, str(tmp_path), TENSOR, 2, {})
-    assert_same(per_rank, pool.run(1, train, name, str(tmp_path), None, 1, {}))
+    assert_same(per_rank, pool.run(2, train, name, str(tmp_path), None, 2, {}))
     assert {
         mode[0]
         for key, mode in per_rank[0]["modes"].items()
@@ -328,9 +367,9 @@ def test_one_replica_of_two_ranks(pool, tmp_path, name):
 
 
 @pytest.mark.parametrize("name", ["Program", "Matches", "Masked", "Gan", "Penalized", "Unruly"])
-def test_two_replicas_of_two_ranks(pool, tmp_path, name):
+def test_programs_divided_over_two_of_four_ranks(pool, tmp_path, name):
     per_rank = pool.run(4, train, name, str(tmp_path), TWO, 4, {})
-    assert_same(per_rank, pool.run(2, train, name, str(tmp_path), None, 2, {}))
+    assert_same(per_rank, pool.run(4, train, name, str(tmp_path), None, 4, {}))
 
 
 @pytest.mark.parametrize(
@@ -388,4 +427,18 @@ def test_what_cannot_be_met_is_refused_at_once(options, reason):
 @pytest.mark.parametrize("name", ["Changes", "Looks"])
 def test_code_that_means_parts_for_the_whole_is_an_error(pool, tmp_path, name):
     with pytest.raises(WorkerError, match="of which each rank has a"):
+        pool.run(2, train, name, str(tmp_path), TENSOR, 2, {})
+
+
+@pytest.mark.parametrize(
+    ("name", "calls"),
+    [
+        ("Branches", "rank 0: the end of the step; rank 1: the forward of (embed|net)"),
+        ("Ignores", "rank 0: the backward of other; rank 1: the backward of net"),
+    ],
+)
+def test_ranks_that_need_each_other_for_different_things_end_with_one_error(
+    pool, tmp_path, name, calls
+):
+    with pytest.raises(WorkerError, match=calls):
         pool.run(2, train, name, str(tmp_path), TENSOR, 2, {})

@@ -180,16 +180,13 @@ REFUSALS = {
     [*((2, plan) for plan in PLANS), *((4, plan) for plan in FOUR_RANK_PLANS)],
 )
 @pytest.mark.parametrize("name", MORE_PROGRAMS)
-def test_more_programs(pool, under_ddp, tmp_path, record_property, request, name, num_ranks, plan):
+def test_more_programs(pool, under_ddp, tmp_path, record_property, name, num_ranks, plan):
     plans = PLANS if num_ranks == 2 else FOUR_RANK_PLANS
     strategy = {**plans[plan], "cluster": "pcie_8gpu", "plan_dir": str(tmp_path)}
     if (name, plan) in REFUSALS:
         with pytest.raises(WorkerError, match=REFUSALS[name, plan]):
             pool.run(num_ranks, train, name, strategy, str(tmp_path))
         return
-    if name in EAGER and plan in ("tensor", "data x tensor"):
-        reason = "submodules of an eager step are sharded over devices that share one batch"
-        request.applymarker(pytest.mark.xfail(reason=reason, strict=True))
     runs = pool.run(num_ranks, train, name, strategy, str(tmp_path))
     record_property("is_captured", not runs[0]["is_eager"])
     assert runs[0]["is_eager"] == (name in EAGER)

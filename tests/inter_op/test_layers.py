@@ -21,10 +21,10 @@ from alpa_strategy.inter_op.subgraph import (
     best_cuts,
     boundary_bytes,
     cluster_layers,
-    crossing_values,
     default_num_layers,
     span_name,
 )
+from alpa_strategy.ir.stage_graph import crossing_values
 
 
 def layer_flops(step, cuts):

@@ -20,13 +20,13 @@ from alpa_strategy.cluster.spec import ClusterSpec
 from alpa_strategy.comm.random import ShardedRandom
 from alpa_strategy.comm.reshard import Reshard
 from alpa_strategy.cost.model import RooflineCosts
-from alpa_strategy.inter_op.subgraph import crossing_values, slice_stage
 from alpa_strategy.intra_op.build import OptionTables, build
 from alpa_strategy.intra_op.decode import decode
 from alpa_strategy.ir.optimizer_info import OptimizerInfo
 from alpa_strategy.ir.placement import Layout, value_layout
 from alpa_strategy.ir.plan import Fingerprint, Plan, Predicted
 from alpa_strategy.ir.run_step import run_step
+from alpa_strategy.ir.stage_graph import crossing_values, slice_stage
 from alpa_strategy.lower.codegen import lower
 
 ADAM = OptimizerInfo(state_bytes=16)

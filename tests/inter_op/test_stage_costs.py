@@ -30,13 +30,14 @@ from alpa_strategy.inter_op.stage_problem import (
     weighted,
 )
 from alpa_strategy.inter_op.stage_solve import StageRequest, StageSolver
-from alpa_strategy.inter_op.subgraph import cluster_layers, stage_on
+from alpa_strategy.inter_op.subgraph import cluster_layers
 from alpa_strategy.intra_op.build import OptionTables
 from alpa_strategy.intra_op.problem import evaluate
 from alpa_strategy.intra_op.restrict import restrict
 from alpa_strategy.intra_op.solver.solve import solve
 from alpa_strategy.ir.optimizer_info import OptimizerInfo
 from alpa_strategy.ir.plan import Plan
+from alpa_strategy.ir.stage_graph import stage_on
 from alpa_strategy.microbatch.transform import microbatch
 from alpa_strategy.options import PlanOptions
 from alpa_strategy.planner.pipeline_search import plan_pipeline

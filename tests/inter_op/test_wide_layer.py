@@ -20,12 +20,13 @@ from alpa_strategy.inter_op.layer_elimination import Elimination, plan_eliminati
 from alpa_strategy.inter_op.layer_matrix import dense_layer_costs
 from alpa_strategy.inter_op.stage_costs import StageCostTask, run_parts
 from alpa_strategy.inter_op.stage_problem import stage_build, take_apart, weighted
-from alpa_strategy.inter_op.subgraph import cluster_layers, stage_on
+from alpa_strategy.inter_op.subgraph import cluster_layers
 from alpa_strategy.intra_op.build import OptionTables
 from alpa_strategy.intra_op.problem import Problem, evaluate
 from alpa_strategy.intra_op.solver.elimination import eliminate
 from alpa_strategy.intra_op.solver.solve import solve
 from alpa_strategy.ir.optimizer_info import OptimizerInfo
+from alpa_strategy.ir.stage_graph import stage_on
 from alpa_strategy.microbatch.transform import microbatch
 from alpa_strategy.options import PlanOptions
 from alpa_strategy.planner.pipeline_search import plan_pipeline

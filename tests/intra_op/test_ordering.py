@@ -18,7 +18,7 @@ from alpa_strategy.capture.capture import capture_step
 from alpa_strategy.cluster.spec import ClusterSpec
 from alpa_strategy.cost.model import RooflineCosts
 from alpa_strategy.inter_op.equal_layers import structure
-from alpa_strategy.inter_op.subgraph import cluster_layers, stage_on
+from alpa_strategy.inter_op.subgraph import cluster_layers
 from alpa_strategy.intra_op.build import OptionTables, build
 from alpa_strategy.intra_op.solver.elimination import (
     Factor,
@@ -28,6 +28,7 @@ from alpa_strategy.intra_op.solver.elimination import (
     plan_order,
 )
 from alpa_strategy.ir.optimizer_info import OptimizerInfo
+from alpa_strategy.ir.stage_graph import stage_on
 from alpa_strategy.options import PlanOptions
 
 

@@ -9,8 +9,8 @@ from models import MODELS
 
 from alpa_strategy.capture.capture import capture_step
 from alpa_strategy.cost.flops import is_view, op_base_name
-from alpa_strategy.intra_op.per_step import per_step
 from alpa_strategy.microbatch.transform import microbatch
+from alpa_strategy.sharding.per_step import per_step
 
 
 def graph_of(module, num_microbatches=2):

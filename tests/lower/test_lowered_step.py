@@ -20,7 +20,7 @@ from lowered_cases import (
     stage_of,
 )
 
-from alpa_strategy.intra_op.overlap import product_of
+from alpa_strategy.capture.products import product_of
 from alpa_strategy.lower.lines import function_of
 
 

@@ -20,14 +20,10 @@ from alpa_strategy.comm.mesh import Pending
 from alpa_strategy.comm.saved_tensor_hooks import SavedTensorHooks
 from alpa_strategy.cost.model import RooflineCosts
 from alpa_strategy.intra_op.build import IntraOp, OptionTables, build
-from alpa_strategy.intra_op.decode import (
-    _forward_seconds,
-    _gatherings,
-    bytes_ahead,
-    launched_counts,
-)
+from alpa_strategy.intra_op.decode import _forward_seconds, _gatherings, bytes_ahead
 from alpa_strategy.intra_op.restrict import restrict
 from alpa_strategy.intra_op.solver.solve import solve
+from alpa_strategy.ir.gathers import launched_counts
 from alpa_strategy.ir.graph import StepGraph
 from alpa_strategy.ir.optimizer_info import OptimizerInfo
 from alpa_strategy.lower.codegen import lower, prefetchable

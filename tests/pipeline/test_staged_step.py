@@ -24,13 +24,14 @@ from alpa_strategy.cluster.spec import ClusterSpec
 from alpa_strategy.comm.collectives import broadcast_object
 from alpa_strategy.comm.mesh import build_mesh, build_stage_meshes
 from alpa_strategy.cost.model import RooflineCosts
-from alpa_strategy.inter_op.subgraph import cluster_layers, slice_stage
+from alpa_strategy.inter_op.subgraph import cluster_layers
 from alpa_strategy.intra_op.build import OptionTables
 from alpa_strategy.intra_op.build import build as build_problem
 from alpa_strategy.intra_op.decode import decode
 from alpa_strategy.ir.optimizer_info import OptimizerInfo
 from alpa_strategy.ir.plan import ParameterPlan, Predicted, stage_ranks
 from alpa_strategy.ir.run_step import run_step
+from alpa_strategy.ir.stage_graph import slice_stage
 from alpa_strategy.microbatch.transform import microbatch
 from alpa_strategy.options import PlanOptions
 from alpa_strategy.pipeline.build import StageDevices, build_pipeline, stage_randoms

@@ -18,9 +18,10 @@ from alpa_strategy.cluster.spec import ClusterSpec
 from alpa_strategy.cost.model import RooflineCosts
 from alpa_strategy.inter_op.stage_costs import StageCostTask
 from alpa_strategy.inter_op.stage_solve import StageRequest, StageSolver
-from alpa_strategy.inter_op.subgraph import cluster_layers, slice_stage
+from alpa_strategy.inter_op.subgraph import cluster_layers
 from alpa_strategy.ir.graph import StepGraph
 from alpa_strategy.ir.plan import Plan, Predicted
+from alpa_strategy.ir.stage_graph import slice_stage
 from alpa_strategy.microbatch.transform import microbatch
 from alpa_strategy.options import PlanOptions
 from alpa_strategy.planner.optimizer_info import optimizer_info_of

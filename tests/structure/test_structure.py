@@ -119,6 +119,11 @@ def test_tables_and_code_of_the_docs_may_be_long(tmp_path):
             "imports alpa_strategy.ir inside",
         ),
         (
+            "intra_op/a.py",
+            "from torch import Tensor, distributed\n",
+            "intra_op/a.py:1: imports torch.distributed",
+        ),
+        (
             "runtime/a.py",
             "import torch\ng = torch.distributed.new_group([0])\n",
             "runtime/a.py:2: calls new_group",
@@ -183,7 +188,17 @@ def test_the_import_contracts_hold(copied):
         (
             "lower/codegen.py",
             "import lightning",
-            "Only capture/, lightning/ and strategy.py import Lightning",
+            "Only capture/lightning_adapter.py, lightning/ and strategy.py import Lightning",
+        ),
+        (
+            "lower/codegen.py",
+            "import alpa_strategy.intra_op.build",
+            "What runs a plan imports nothing of planning",
+        ),
+        (
+            "capture/trace.py",
+            "import lightning",
+            "Only capture/lightning_adapter.py, lightning/ and strategy.py import Lightning",
         ),
         (
             "units.py",
