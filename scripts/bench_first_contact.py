@@ -3,7 +3,8 @@
     python scripts/bench_first_contact.py                        # all programs, one and two ranks
     python scripts/bench_first_contact.py --programs boring gan --ranks 1
     python scripts/bench_first_contact.py --json out.json        # adds to what is in the file
-    python scripts/bench_first_contact.py --json out.json --report      # the table, nothing is run
+    python scripts/bench_first_contact.py --json out.json --report     # the table, nothing is run
+    python scripts/bench_first_contact.py --json out.json --write      # and into docs/benchmarks.md
 
 A program runs three times: under `ddp` (one rank: the plain Trainer), under `alpa` in an empty
 folder (costs are measured, a plan is made), and under `alpa` again with what that has stored. The
@@ -29,8 +30,14 @@ from typing import Any
 
 from bench_jobs import output_tail
 from bench_jobs import run_job as run_process
+from page_tables import write_marked
 
 ROOT = Path(__file__).resolve().parent.parent
+PAGE = ROOT / "docs" / "benchmarks.md"
+MARKS = (
+    "<!-- first contact: scripts/bench_first_contact.py --json FILE --write -->",
+    "<!-- end of first contact -->",
+)
 WARM_UP_STEPS = 20
 # Lightning's plain Trainer on one rank, DDP on several.
 STRATEGIES = ("ddp", "alpa first", "alpa stored")
@@ -242,6 +249,34 @@ def report(rows: list[dict[str, Any]]) -> int:
     return num_faults
 
 
+def page_table(rows: list[dict[str, Any]]) -> str:
+    """Return the table of docs/benchmarks.md, with its marks."""
+    lines = [
+        MARKS[0],
+        "",
+        "| program | ranks | step, ms | x DDP | measured / predicted | first start x DDP | later |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for (program, ranks), figures in medians(rows).items():
+        if set(figures) != set(STRATEGIES):
+            continue
+        ddp, first, stored = (figures[strategy] for strategy in STRATEGIES)
+        ratio = "eager"
+        if "predicted" in stored:
+            ratio = f"{stored['step'] / stored['predicted']:.2f}"
+        cells = [
+            f"`{program}`",
+            str(ranks),
+            f"{1e3 * stored['step']:.2f}",
+            f"{stored['step'] / ddp['step']:.2f}",
+            ratio,
+            f"{first['start'] / ddp['start']:.2f}",
+            f"{stored['start'] / ddp['start']:.2f}",
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join([*lines, "", MARKS[1]])
+
+
 def main() -> int:
     sys.path.insert(0, str(ROOT / "scripts"))
     parser = argparse.ArgumentParser(
@@ -253,6 +288,7 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--json", help="a file of figures that is added to")
     parser.add_argument("--report", action="store_true", help="print the table of --json only")
+    parser.add_argument("--write", action="store_true", help="--report, and write it to the docs")
     parser.add_argument("--show-output", action="store_true", help="print what the jobs print")
     parser.add_argument("--require", action="store_true", help="exit 1 where a limit is passed")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
@@ -265,10 +301,12 @@ def main() -> int:
     if args.worker:
         worker(args)
         return 0
-    if args.report:
+    if args.report or args.write:
         if not args.json:
-            parser.error("--report reads the file of --json, which is not given")
+            parser.error("--report and --write read the file of --json, which is not given")
         num_faults = report(_stored(args))
+        if args.write:
+            write_marked(PAGE, MARKS, page_table(_stored(args)))
     else:
         from first_contact_programs import PROGRAMS
 
