@@ -62,6 +62,7 @@ def _add_texts(table: Table, before: Plan, after: Plan) -> None:
         ("micro-batches", lambda plan: str(plan.num_microbatches)),
         ("schedule", lambda plan: plan.schedule),
         ("meshes", meshes_of),
+        ("precision", lambda plan: "" if plan.figures is None else plan.figures.precision),
     ]
     for name, text_of in facts:
         old, new = text_of(before), text_of(after)

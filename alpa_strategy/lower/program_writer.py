@@ -16,7 +16,7 @@ from torch import Tensor
 from alpa_strategy.comm.mesh import MeshComm
 from alpa_strategy.comm.random import ShardedRandom
 from alpa_strategy.comm.reshard import Reshard
-from alpa_strategy.cost.flops import product_kind
+from alpa_strategy.cost.flops import CONVOLUTIONS, op_base_name
 from alpa_strategy.intra_op.build import batch_layout
 from alpa_strategy.intra_op.options import is_gather, local_bytes
 from alpa_strategy.intra_op.overlap import Product, product_of
@@ -583,4 +583,4 @@ class ProgramWriter:
 
 
 def _is_image_convolution(call: OpCall) -> bool:
-    return product_kind(call) == "convolution" and len(call.operands[0].shape) == 4
+    return op_base_name(call) in CONVOLUTIONS and len(call.operands[0].shape) == 4
