@@ -243,7 +243,7 @@ def _unchanged_cell(unchanged: UnchangedPlan) -> Text:
     if unchanged.seconds is None:
         return Text("-", "dim")
     if not unchanged.fits:
-        return Text("does not fit", "red")
+        return Text("too large", "red")
     return Text(format_seconds(unchanged.seconds))
 
 
