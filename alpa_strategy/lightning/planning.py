@@ -47,6 +47,7 @@ from alpa_strategy.lightning.rank_consistency import SAME_SHAPES, shapes_text
 from alpa_strategy.loading import without_collections
 from alpa_strategy.microbatch.transform import microbatch
 from alpa_strategy.partial_results import Key, PartialResults
+from alpa_strategy.planner.figures import with_figures
 from alpa_strategy.planner.plan_check import check_devices, check_plan
 from alpa_strategy.planner.plan_store import PlanStore
 from alpa_strategy.planner.task import PlanTask, check_fits
@@ -269,7 +270,9 @@ def find_or_make_plan(
         return _plan_on_rank_zero(replace(task, progress=job.progress), job, pinned, resumed)
 
     def with_current_notes() -> dict[str, Any]:
-        return plan_on_this_rank().with_notes_of(step.notes).to_dict()
+        plan = plan_on_this_rank().with_notes_of(step.notes)
+        # Plans of an older version have no figures.
+        return (plan if plan.figures is not None else with_figures(plan, task)).to_dict()
 
     data = rank_zero.result_of(with_current_notes, "planning")
     # Rank 0 writes its plans into checkpoints.

@@ -79,14 +79,8 @@ class ShardedRun(ABC):
     # The runtime of programs, if there are any.
     _placed: PlanRuntime | None = None
 
-    # Samples of a step of all devices that run it together; None: not known.
-    samples_per_step: int | None = None
-
     # Median seconds of a step; None: not measured yet.
     measured_step_seconds: float | None = None
-
-    # Seconds of a step's products if these devices were always at their peak; None: not known.
-    seconds_at_peak: float | None = None
 
     def __init__(
         self,
