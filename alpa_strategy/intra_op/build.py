@@ -32,8 +32,8 @@ from alpa_strategy.ir.gathers import local_bytes
 from alpa_strategy.ir.graph import ParameterInput, StepGraph
 from alpa_strategy.ir.op import OpCall, TensorMeta
 from alpa_strategy.ir.optimizer_info import OptimizerInfo
-from alpa_strategy.ir.placement import INVARIANT, PARTIAL, DualLayout, shard
-from alpa_strategy.ir.stage_graph import batch_layout
+from alpa_strategy.ir.placement import INVARIANT, DualLayout, shard
+from alpa_strategy.ir.stage_graph import batch_layout, leaving_layouts
 from alpa_strategy.sharding.per_step import PerStep, casts_of_parameters
 from alpa_strategy.sharding.redistribute import reshard_table
 from alpa_strategy.sharding.strategies import is_random
@@ -425,16 +425,11 @@ class _Builder:
         Args:
             sink: the fixed choice that reads the results.
         """
-        step = self._step
-        num_axes = len(self._mesh.shape)
-        if value == step.loss and step.loss_of_ranks >= 0:
-            # The mean of the ranks' losses may stay a sum: nothing reads it.
-            layouts = tuple(product((INVARIANT, PARTIAL), repeat=num_axes))
-            choice = self._add("loss", np.zeros(len(layouts)), np.zeros(len(layouts)))
-            return choice, layouts
-
-        how = dict(step.of_ranks).get(value)
-        return sink, self._tables.only_unsharded if how is None else (how.layout(num_axes),)
+        layouts = leaving_layouts(self._step, value, len(self._mesh.shape))
+        if len(layouts) == 1:
+            return sink, layouts
+        choice = self._add("loss", np.zeros(len(layouts)), np.zeros(len(layouts)))
+        return choice, layouts
 
     def _memory_of(self, value: int) -> int:
         """Return the value whose memory `value` is a view of."""

@@ -7,10 +7,11 @@ A stage's inputs are the parameters, buffers, constants and batch leaves that it
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 from alpa_strategy.ir.graph import StepGraph, ValueRef, values_of
-from alpa_strategy.ir.placement import INVARIANT, DualLayout, shard
+from alpa_strategy.ir.placement import INVARIANT, PARTIAL, DualLayout, shard
 
 
 def slice_stage(step: StepGraph, first: int, last: int) -> StepGraph:
@@ -87,6 +88,27 @@ def batch_layout(step: StepGraph, batch_dim: int | None, num_axes: int) -> DualL
     """
     own_rows = step.batch_scope == "rank" and batch_dim == 0
     return (shard(0) if own_rows else INVARIANT,) * num_axes
+
+
+def leaving_layouts(
+    step: StepGraph, value: int, num_axes: int, is_in_order: bool = True
+) -> tuple[DualLayout, ...]:
+    """Return the layouts in which a value may leave a step, the usual one first.
+
+    Each device gets its own rank's value of those that ranks have, and the full value of others.
+    Nothing reads the mean of the ranks' losses, where the backward begins: it may stay a sum.
+
+    Args:
+        value: one of `step.escaping`.
+        is_in_order: whether the devices are in the order of ranks. Else a device's block is another
+            rank's, and each device gets the values of all.
+    """
+    if value == step.loss and step.loss_of_ranks >= 0:
+        return tuple(product((INVARIANT, PARTIAL), repeat=num_axes))
+    how = dict(step.of_ranks).get(value)
+    if how is not None and is_in_order:
+        return (how.layout(num_axes),)
+    return ((INVARIANT,) * num_axes,)
 
 
 def _keep(node: Any, wanted: Callable[[int], bool]) -> Any:

@@ -49,7 +49,7 @@ class LoweredStep:
 
         Returns:
             Tensors by value number: those that leave the step, the loss among them, in their
-            `leaving_layout`; those that later stages receive, in the layouts of `StagePlan.sent`;
+            `leaving_layouts`; those that later stages receive, in the layouts of `StagePlan.sent`;
             those that later recompute segments receive, in the layouts in which they are computed.
         """
         counters = buffers.get(COUNTERS)

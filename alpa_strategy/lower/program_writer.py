@@ -25,8 +25,7 @@ from alpa_strategy.ir.op import AxisStrategy, LocalCall, OpCall, Slot
 from alpa_strategy.ir.per_rank import PerRank, with_rank_dim
 from alpa_strategy.ir.placement import INVARIANT, DualLayout, dual_layout_to_str, value_layout
 from alpa_strategy.ir.plan import StagePlan
-from alpa_strategy.ir.stage_graph import batch_layout
-from alpa_strategy.lower.leaving import leaving_layout, reads_others_buffers
+from alpa_strategy.ir.stage_graph import batch_layout, leaving_layouts
 from alpa_strategy.lower.lines import (
     Line,
     before_first_use,
@@ -38,6 +37,7 @@ from alpa_strategy.lower.lines import (
 )
 from alpa_strategy.lower.local_ops import batch_norm_in_parts, build_local_op
 from alpa_strategy.lower.lowered_step import LoweredStep, per_step_name
+from alpa_strategy.lower.others_buffers import reads_others_buffers
 from alpa_strategy.lower.overlapped_matmul import MatmulSpec, OverlappedMatmul
 from alpa_strategy.lower.segments import Compiler, is_compilable
 from alpa_strategy.lower.unsaved_results import without_saving
@@ -569,12 +569,18 @@ class ProgramWriter:
             tuple(line.module for line in body),
         )
 
+    def _leaving_layout(self, value: int) -> DualLayout:
+        """Return the layout in which a value leaves: that of its op, if it may leave so."""
+        num_axes = len(self.mesh.shape)
+        layouts = leaving_layouts(self.step, value, num_axes, self.mesh.is_in_order)
+        computed = self.layouts[value]
+        return computed if computed in layouts else layouts[0]
+
     def _write_return(self) -> None:
         """Write the return of all results in their layouts."""
         results = []
         for value in self.step.escaping:
-            layout = leaving_layout(self.step, value, self.layouts[value], self.mesh)
-            results.append(self.resharded(value, layout))
+            results.append(self.resharded(value, self._leaving_layout(value)))
         results += [self.resharded(value, self.stage.sent[value]) for value in self.step.sent]
         results += [f"v{value}" for value in self.passed_on]
         # With a comma after each, so that one result is a tuple, too.

@@ -187,7 +187,7 @@ class PlanRuntime:
         gathers_at_use = any(map(is_gathered_at_use, plans))
         regathers = gathers_at_use or bool(stage.recomputed_ops)
 
-        # Values of ranks are local if the devices are in the order of ranks (`leaving_layout`).
+        # Values of ranks are local if the devices are in the order of ranks (`leaving_layouts`).
         ranks = (0, 1) if mesh.is_in_order else (self._rank, self._num_ranks)
 
         def direct(leaves: Leaves, counters: Mapping[str, int]) -> Values:
