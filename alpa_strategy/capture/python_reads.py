@@ -49,6 +49,10 @@ from alpa_strategy.ir.user_code import is_user_code, user_frame
 # object that the step made and that no longer exists.
 Reads = dict[tuple[int, str], Callable[[], Any]]
 
+# Py_TPFLAGS_HEAPTYPE and Py_TPFLAGS_IMMUTABLETYPE.
+_HEAP_TYPE = 1 << 9
+_IMMUTABLE_TYPE = 1 << 8
+
 MODULE_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
@@ -128,31 +132,43 @@ def _watched_classes(module: nn.Module) -> list[type]:
     kinds: dict[type, None] = dict.fromkeys(
         (nn.Module, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler)
     )
+    # Module name -> whether its classes are the user's. Most of some ten thousand classes are not.
+    is_users: dict[str, bool] = {}
+    passed = {Tensor, BaseException, Enum, type, tuple, *kinds}
     waiting: list[type] = [object]
     while waiting:
         kind: type
         for kind in type.__subclasses__(waiting.pop()):
-            if kind in kinds or issubclass(
-                kind, nn.Module | Tensor | BaseException | Enum | type | tuple
-            ):
+            if kind in passed:
                 continue
-            # A C extension's own cannot be changed: Py_TPFLAGS_HEAPTYPE is missing, or
-            # Py_TPFLAGS_IMMUTABLETYPE there.
-            is_pythons = (
-                kind.__flags__ & (1 << 9 | 1 << 8) == 1 << 9
-                and type(kind).__setattr__ is type.__setattr__
-            )
+            passed.add(kind)
             # Classes of some extensions have no module.
             module_name = kind.__module__ or ""
-            file = getattr(sys.modules.get(module_name), "__file__", None) or "<"
-            is_users = module_name.partition(".")[0] in packages
-            if is_pythons and (
-                is_users or (user_code.is_user_file(file) and not user_code.is_installed(file))
-            ):
+            if module_name not in is_users:
+                is_users[module_name] = _is_users_module(module_name, packages)
+            if not is_users[module_name]:
+                waiting.append(kind)
+            elif issubclass(kind, nn.Module | Tensor | BaseException | Enum | type | tuple):
+                continue
+            elif _can_be_changed(kind):
                 kinds[kind] = None
             else:
                 waiting.append(kind)
     return list(kinds)
+
+
+def _is_users_module(name: str, packages: Collection[str]) -> bool:
+    """Whether a module belongs to one of the user's `packages`, or its file is not installed."""
+    if name.partition(".")[0] in packages:
+        return True
+    file = getattr(sys.modules.get(name), "__file__", None) or "<"
+    return user_code.is_user_file(file) and not user_code.is_installed(file)
+
+
+def _can_be_changed(kind: type) -> bool:
+    """Whether attributes of a class can be set, which those of C extensions do not allow."""
+    flags = kind.__flags__ & (_HEAP_TYPE | _IMMUTABLE_TYPE)
+    return flags == _HEAP_TYPE and type(kind).__setattr__ is type.__setattr__
 
 
 def attribute_guards(

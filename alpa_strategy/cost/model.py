@@ -108,9 +108,7 @@ class RooflineCosts:
     def saved(self, call: OpCall) -> Saved:
         """Return what autograd saves of `call`, found by a run on fake tensors."""
         if call not in self._saved:
-            saved = find_saved(
-                call, self._mode, on_accelerator=not self.device.is_cpu, compiled=self.compiled
-            )
+            saved = find_saved(call, on_accelerator=not self.device.is_cpu, compiled=self.compiled)
             kernels = self._kernels_of(call) if self.compiled else None
             if kernels is not None:
                 forward, backward = kernels

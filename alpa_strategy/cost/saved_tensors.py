@@ -9,6 +9,7 @@ import logging
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cache, lru_cache
 from typing import Any
 
 import torch
@@ -24,6 +25,9 @@ from alpa_strategy.ir.op import OpCall, TensorMeta, aten_name
 logger = logging.getLogger(__name__)
 
 FLOAT32_BYTES = 4
+
+# Calls whose `Saved` is remembered in a process: all of a large model's, in all local shapes.
+REMEMBERED_CALLS = 2**15
 
 # Kernels that PyTorch's partitioner recomputes in the backward, in addition to those tagged
 # pointwise. A number per row is saved of each.
@@ -63,21 +67,38 @@ class Saved:
     fuses: bool = False
 
 
-def find_saved(
-    call: OpCall, mode: FakeTensorMode, *, on_accelerator: bool = False, compiled: bool = False
-) -> Saved:
+def find_saved(call: OpCall, *, on_accelerator: bool = False, compiled: bool = False) -> Saved:
     """Find which tensors autograd saves when `call` runs at its local shapes, in about 1 ms.
+
+    Results are remembered for ATen ops. Kernels of other ops may be replaced between two calls.
 
     A saved tensor counts as operand or result when it shares that one's storage. The others count
     in bytes, each storage once. An op that cannot run on fake tensors is assumed to save all its
     floating point operands.
 
     Args:
-        mode: in which the op runs, forward and backward.
         on_accelerator: whether the kernels are a GPU's; see the top of this file.
         compiled: whether ops that can be fused are. Of these, only numbers per row are saved in
             addition to operands and results.
     """
+    is_aten = getattr(call.target, "namespace", None) == "aten"
+    find = _remembered if is_aten else _saved_of
+    return find(call, on_accelerator, compiled)
+
+
+@lru_cache(REMEMBERED_CALLS)
+def _remembered(call: OpCall, on_accelerator: bool, compiled: bool) -> Saved:
+    return _saved_of(call, on_accelerator, compiled)
+
+
+@cache
+def _fake_mode() -> FakeTensorMode:
+    """The mode in which all ops run, forward and backward."""
+    return FakeTensorMode()
+
+
+def _saved_of(call: OpCall, on_accelerator: bool, compiled: bool) -> Saved:
+    """Return what `find_saved` does, found anew."""
     nothing = Saved((False,) * len(call.operands), (False,) * len(call.results), 0)
     operands_need_grad = any(meta.requires_grad for meta in call.operands)
     results_need_grad = any(meta.requires_grad for meta in call.results)
@@ -102,7 +123,7 @@ def find_saved(
         return Saved(saved_operands, nothing.results, FLOAT32_BYTES * num_rows, fuses=compiled)
 
     try:
-        return _saved_in_run(call, mode, compiled)
+        return _saved_in_run(call, _fake_mode(), compiled)
     except Exception as error:
         # A fake kernel may raise anything. The estimate must come back, on the safe side.
         logger.debug(
