@@ -40,6 +40,10 @@ IMPORTED = (
     "alpa_strategy",
     "alpa_strategy.capture.capture",
     "alpa_strategy.planner.planner",
+    "alpa_strategy.lightning.run",
+    "alpa_strategy.lightning.eager_run",
+    "alpa_strategy.page.stored",
+    "omegaconf",
 )
 
 

@@ -10,6 +10,7 @@ import random
 import warnings
 from contextlib import nullcontext
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import lightning.pytorch as pl
@@ -18,6 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from conformance.bench import differences
+from covering import covering, in_tiers
 from eager import programs
 from eager.programs import PROGRAMS
 from quiet import QUIET
@@ -151,10 +153,8 @@ IN_SHARDS = sorted(
 )
 
 
-# Parameters that are gathered once a step (ZeRO-2) are whole in all of it, as those of plain data
-# parallelism: what can go wrong is when they are gathered and when gradients are cut up. These
-# programs step, freeze, look or begin at other moments than most, or have gradients of other kinds;
-# ZeRO-3 is tried with all.
+# These programs step, freeze, look or begin at other moments than most, or have gradients of other
+# kinds.
 AT_OTHER_MOMENTS = {
     *(
         "LooksAtItsWeights",
@@ -175,13 +175,27 @@ AT_OTHER_MOMENTS = {
     ),
     *("SparseTablesBySgd", "SetsItsGradients"),
 }
-CASES_IN_SHARDS = [("zero3", name) for name in IN_SHARDS]
-for _name in IN_SHARDS:
-    _marks = () if _name in AT_OTHER_MOMENTS else pytest.mark.slow
-    CASES_IN_SHARDS.append(pytest.param("zero2", _name, marks=_marks))
+# Each program is run once by default, those above twice, in turn with whole parameters and in
+# shards of either kind.
+IN_ALL_WAYS = [(name, "auto") for name in PROGRAMS]
+IN_ALL_WAYS += product(IN_SHARDS, ("zero3", "zero2"))
+BY_DEFAULT = {
+    *covering(IN_ALL_WAYS),
+    *covering([row for row in IN_ALL_WAYS if row[0] in AT_OTHER_MOMENTS], times=2),
+}
 
 
-@pytest.mark.parametrize(("parallel", "name"), CASES_IN_SHARDS)
+def programs_in(*ways: str) -> list[Any]:
+    """Return the programs that run in some of the ways, with the way if there are several."""
+    parameters = []
+    for row in IN_ALL_WAYS:
+        marks = () if row in BY_DEFAULT else pytest.mark.slow
+        if row[1] in ways:
+            parameters.append(pytest.param(*row[: len(ways)], marks=marks))
+    return parameters
+
+
+@pytest.mark.parametrize(("name", "parallel"), programs_in("zero3", "zero2"))
 def test_sharded_as_under_ddp(pool, under_ddp, tmp_path, name: str, parallel: str) -> None:
     per_rank = pool.run(RANKS, train, name, "alpa", str(tmp_path), parallel)
     check_equal(under_ddp(name), per_rank)
@@ -272,8 +286,7 @@ MADE_AGAIN = [
 ]
 
 
-@pytest.mark.parametrize("parallel", ["data", "zero3"])
-@pytest.mark.parametrize("name", MADE_AGAIN)
+@pytest.mark.parametrize(("name", "parallel"), in_tiers(product(MADE_AGAIN, ("data", "zero3"))))
 def test_recomputed_as_under_ddp(pool, under_ddp, tmp_path, name: str, parallel: str) -> None:
     """Every submodule is recomputed in the backward."""
     per_rank = pool.run(RANKS, train, name, "alpa", str(tmp_path), parallel, ["*"])
@@ -281,7 +294,7 @@ def test_recomputed_as_under_ddp(pool, under_ddp, tmp_path, name: str, parallel:
     check_written(name, per_rank)
 
 
-@pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.parametrize("name", programs_in("auto"))
 def test_as_under_ddp(pool, under_ddp, tmp_path, name: str) -> None:
     per_rank = pool.run(RANKS, train, name, "alpa", str(tmp_path))
     check_equal(under_ddp(name), per_rank)

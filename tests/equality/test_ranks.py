@@ -5,11 +5,13 @@ gradients and weights, in fp64, to 1e-9.
 from __future__ import annotations
 
 import copy
+from itertools import product
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
 import torch
+from covering import in_tiers
 from equality.programs import MORE_PROGRAMS, PROGRAMS
 from quiet import QUIET
 from torch.utils import _pytree as pytree
@@ -130,8 +132,7 @@ def assert_same(run: dict[str, Any], reference: dict[str, Any], rank: int) -> No
             torch.testing.assert_close(run["state"][name], expected, **close)
 
 
-@pytest.mark.parametrize("plan", PLANS)
-@pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.parametrize(("name", "plan"), in_tiers(product(PROGRAMS, PLANS), times=2))
 def test_two_ranks(pool, under_ddp, tmp_path, name, plan):
     strategy = {**PLANS[plan], "cluster": "pcie_8gpu", "plan_dir": str(tmp_path)}
     runs = pool.run(2, train, name, strategy, str(tmp_path))
@@ -140,8 +141,9 @@ def test_two_ranks(pool, under_ddp, tmp_path, name, plan):
         assert_same(run, reference, rank)
 
 
-@pytest.mark.parametrize("plan", ["data", "zero3", "tensor"])
-@pytest.mark.parametrize("name", ["BatchNorms", "Recurrent"])
+@pytest.mark.parametrize(
+    ("name", "plan"), in_tiers(product(("BatchNorms", "Recurrent"), ("data", "zero3", "tensor")))
+)
 def test_accumulated_batches(pool, under_ddp, tmp_path, name, plan):
     """Buffers of ranks go on by themselves until gradients are averaged."""
     strategy = {**PLANS[plan], "cluster": "pcie_8gpu", "plan_dir": str(tmp_path)}

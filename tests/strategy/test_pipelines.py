@@ -5,9 +5,11 @@ micro-batches.
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
+from covering import in_tiers
 from equality.harness import assert_same, record
 from jobs import processes_left, run_job
 from models import MLP
@@ -68,8 +70,7 @@ def run_case(
     return runs[0]
 
 
-@pytest.mark.parametrize("schedule", ["1F1B", "GPipe"])
-@pytest.mark.parametrize("model", CASES)
+@pytest.mark.parametrize(("model", "schedule"), in_tiers(product(CASES, ("1F1B", "GPipe"))))
 def test_two_ranks(pool, plain, tmp_path, model, schedule):
     optimizer, clip = ("adamw", None) if schedule == "1F1B" else ("sgd", 0.1)
     options = {"num_stages": 2, "num_microbatches": 2, "schedule": schedule}
@@ -83,8 +84,7 @@ def test_clipping_and_accumulation(pool, plain, tmp_path, optimizer):
     run_case(pool, plain, tmp_path, "gpt", 2, options, optimizer, 0.1, 2)
 
 
-@pytest.mark.parametrize("num_stages", [2, 3])
-@pytest.mark.parametrize("model", ["gpt", "bert"])
+@pytest.mark.parametrize(("model", "num_stages"), in_tiers(product(("gpt", "bert"), (2, 3))))
 def test_three_ranks(pool, plain, tmp_path, model, num_stages):
     """The harness has 8 rows a step, which 3 ranks cannot share: each brings all of them."""
     options = {
