@@ -486,8 +486,7 @@ def check_optimizer(optimizer: OptimizerInfo, stages: tuple[StagePlan, ...]) -> 
     """
     if len(stages) > 1 and not optimizer.parameter_wise:
         raise AlpaError(
-            f"{optimizer.name} updates parameters by other parameters' gradients or in train() and"
-            " eval(), and others are on other stages",
+            f"{optimizer.why_in_full}, and others are on other stages",
             "use an optimizer that updates one parameter at a time, such as AdamW, or num_stages=1",
         )
     if optimizer.may_step_shards:
@@ -497,9 +496,8 @@ def check_optimizer(optimizer: OptimizerInfo, stages: tuple[StagePlan, ...]) -> 
         for name, plan in stage.parameter_plans.items():
             if not plan.is_unsharded:
                 raise AlpaError(
-                    f"{optimizer.name} updates parameters by other parameters' gradients (or has"
-                    f" train() and eval(), or cannot be tried), and the plan stores {name!r} in"
-                    f" shards ({modes_text(plan.module_modes)})",
+                    f"{optimizer.why_in_full}, and the plan stores {name!r} in shards"
+                    f" ({modes_text(plan.module_modes)})",
                     "use an optimizer that updates one parameter at a time, such as AdamW or Muon,"
                     ' or parallel="data"',
                 )

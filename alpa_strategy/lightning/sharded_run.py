@@ -108,7 +108,7 @@ class ShardedRun(ABC):
         store.shard(values, job.limits.bucket_bytes, None if check is None else check.look)
         if reads:
             store.assign_owners(reads)
-        self._owner_steps = [OwnerStep(optimizer, store.sharded) for optimizer in optimizers]
+        self._owner_steps = [OwnerStep(optimizer, store) for optimizer in optimizers]
         for optimizer in optimizers:
             shard_state(optimizer, store, values)
         self.full_parameters = FullParameters(store)
