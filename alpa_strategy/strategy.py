@@ -105,7 +105,7 @@ class AlpaStrategy(SavesPretrained, ParallelJob):
         verbose: print phases, the plan, and predicted against measured step time (on rank 0).
         start_method: `popen` runs the script again per device, `fork` copies the process.
         log_plan: give the Trainer's loggers the plan as hyperparameters, and step seconds, samples
-            per second, MFU and memory as metrics, all named `alpa/...`.
+            and tokens per second, MFU and memory as metrics, all named `alpa/...`.
         profile_steps: (first, last + 1) training steps to trace, into the Trainer's `log_dir`.
 
     Raises:

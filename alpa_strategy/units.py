@@ -45,6 +45,11 @@ def format_count(count: float) -> str:
     return f"{count:.0f}"
 
 
+def format_rate(per_second: float) -> str:
+    """Return a number per second as text: `0.0310`, `7.25`, `512`, `12.3 k`."""
+    return format_count(per_second) if per_second >= 99.95 else f"{per_second:#.3g}"
+
+
 def _three_digits(value: float) -> str:
     """Return a number below 1000 with three significant digits, rounded."""
     if abs(value) < 9.995:

@@ -17,7 +17,8 @@ from pathlib import Path
 
 CONFIGS = Path(__file__).parent.parent / "tests" / "fit" / "configs"
 
-# Configuration -> nodes of 8 H100, tokens of a sequence, sequences of a step, precision.
+# Configuration -> nodes of 8 H100, tokens of a sequence, sequences of a step, precision. After
+# "@": another cluster for the same configuration.
 CASES = {
     "qwen2-0.5b": (1, 4096, 64, "bf16-mixed"),
     "gpt2-xl": (1, 1024, 128, "bf16-mixed"),
@@ -27,13 +28,14 @@ CASES = {
     "mixtral-8x7b": (8, 4096, 128, "bf16-true"),
     "llama-3-70b": (16, 8192, 256, "bf16-mixed"),
     "llama-3.1-405b": (64, 8192, 512, "bf16-mixed"),
+    "llama-3.1-405b@4096": (512, 8192, 2048, "bf16-mixed"),
 }
 
 
 def measured(name: str, changes: int) -> list[str]:
     """Return the cells of a row: model, nodes, CPU seconds, and the answer."""
     nodes, length, batch, precision = CASES[name]
-    command = [sys.executable, "-m", "alpa_strategy", "plan", f"hf:{CONFIGS / name}"]
+    command = [sys.executable, "-m", "alpa_strategy", "plan", f"hf:{CONFIGS / name.split('@')[0]}"]
     command += ["--cluster", "dgx_h100", f"cluster.num_nodes={nodes}", "--precision", precision]
     command += ["--seq", str(length), "--batch", str(batch), "--changes", str(changes)]
     before = resource.getrusage(resource.RUSAGE_CHILDREN)

@@ -85,7 +85,7 @@ class Stepped:
         self.with_owners = with_owners
         if with_owners:
             self.store.assign_owners(reads)
-            OwnerStep(self.optimizer, self.store.sharded)
+            OwnerStep(self.optimizer, self.store)
 
     def set_gradients(self, step: int) -> None:
         """Give every parameter its shard of a random gradient, the same on all ranks."""

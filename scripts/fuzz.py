@@ -41,7 +41,7 @@ from alpa_strategy import AlpaError, ClusterSpec, Plan, partial_results
 from alpa_strategy.cli import main as alpa
 from alpa_strategy.comm.measure import load_stored
 from alpa_strategy.cost.measured import OpTable
-from alpa_strategy.display.table import plan_svg, plan_table
+from alpa_strategy.display.full_plan import plan_svg, plan_table
 from alpa_strategy.intra_op.problem import Choice, Problem
 from alpa_strategy.intra_op.solver.stored import solve_stored
 from alpa_strategy.page.page import plan_page

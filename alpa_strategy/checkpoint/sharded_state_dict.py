@@ -3,10 +3,10 @@ in checkpoints) and this rank's shards, of parameters and of the optimizer's sta
 
 The optimizer object, its groups and its parameters stay the same; only the tensors of `state` that
 have a parameter's shape are sharded or gathered. Every rank stores the state of the parameters of
-its stages; a checkpoint has all of it.
+its stages; a checkpoint has all of it. Likewise for the states of optimizers that it holds.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -23,6 +23,7 @@ from alpa_strategy.checkpoint.owner_state import (
 )
 from alpa_strategy.checkpoint.tensors import LocalShards, StoredTensor, read_chunks
 from alpa_strategy.errors import CheckpointError
+from alpa_strategy.ir.held_optimizers import held_by, parameters_in, states_in
 from alpa_strategy.runtime.parameters import ParameterStore
 from alpa_strategy.runtime.sharded_parameter import Chunk
 
@@ -224,19 +225,19 @@ def shard_state(
         store: of the parameters.
         values: returns the full values of a state tensor.
     """
-    for parameter in parameters_of(optimizer):
-        if parameter not in optimizer.state:
-            continue
-        if not store.has_state(parameter):
-            del optimizer.state[parameter]
-            continue
-        if store.is_stepped_in_full(parameter):
-            optimizer.state[parameter] = state_in_full(optimizer.state[parameter], values)
-            continue
-        state = optimizer.state[parameter]
-        for key, value in list(state.items()):
-            if isinstance(value, Tensor):
-                state[key] = store.shard_like(parameter, values(value))
+    for state in states_in(optimizer):
+        for parameter in parameters_in(optimizer):
+            if parameter not in state:
+                continue
+            if not store.has_state(parameter):
+                del state[parameter]
+            elif store.is_stepped_in_full(parameter):
+                state[parameter] = state_in_full(state[parameter], values)
+            else:
+                of_parameter = state[parameter]
+                for key, value in list(of_parameter.items()):
+                    if isinstance(value, Tensor):
+                        of_parameter[key] = store.shard_like(parameter, values(value))
 
 
 def unshard_state(optimizer: Optimizer, store: ParameterStore) -> None:
@@ -248,8 +249,9 @@ def unshard_state(optimizer: Optimizer, store: ParameterStore) -> None:
     def full_of_owner(parameter: nn.Parameter, tensor: Tensor, shape: torch.Size) -> Tensor:
         return store.state_of_owner(parameter, tensor, shape).to(parameter.device)
 
-    for parameter, state in _states(optimizer, store, full, full_of_owner):
-        optimizer.state[parameter].update(state)
+    for state in states_in(optimizer):
+        for parameter, values in _full_states(optimizer, state, store, full, full_of_owner):
+            state.setdefault(parameter, {}).update(values)
 
 
 def state_dict_with(
@@ -268,25 +270,66 @@ def state_dict_with(
             all ranks.
         convert_owned: likewise for a tensor that one device has; the full tensor by default.
     """
-    result = optimizer.state_dict()
-    numbers = numbers_of(optimizer, result)
-    states = _states(optimizer, store, convert, convert_owned or store.state_of_owner)
-    state = {numbers[parameter]: state for parameter, state in states}
-    return {
-        **result,
-        "state": {number: state[number] for number in numbers.values() if number in state},
-    }
+    convert_owned = convert_owned or store.state_of_owner
+    states = states_in(optimizer)
+    converted = []
+    for state in states:
+        converted.append(dict(_full_states(optimizer, state, store, convert, convert_owned)))
+    if not holds_others(optimizer):
+        result = optimizer.state_dict()
+        numbers = numbers_of(optimizer, result)
+        (state_of,) = converted
+        of_numbers = {number: state_of[p] for p, number in numbers.items() if p in state_of}
+        return {**result, "state": of_numbers}
+    # Its form is known to the optimizer alone.
+    of_this_rank = [dict(state) for state in states]
+    _replace(states, converted)
+    try:
+        return _without_references(optimizer.state_dict())
+    finally:
+        _replace(states, of_this_rank)
 
 
-def parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:
-    """Return the parameters in the order of the groups, which is the same on every rank."""
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+def _replace(
+    states: Sequence[MutableMapping[nn.Parameter, Any]],
+    replacements: Sequence[Mapping[nn.Parameter, Any]],
+) -> None:
+    """Put other entries into states; the objects stay."""
+    for state, replacement in zip(states, replacements, strict=True):
+        state.clear()
+        state.update(replacement)
+
+
+def _without_references(tree: Any) -> Any:
+    """Return a state dict with dictionaries and lists of its own."""
+    if isinstance(tree, Mapping):
+        return {key: _without_references(value) for key, value in tree.items()}
+    if isinstance(tree, list):
+        return [_without_references(value) for value in tree]
+    return tree
+
+
+def holds_others(optimizer: Optimizer) -> bool:
+    """Whether the optimizer holds others, so that its state dict may have any form."""
+    return bool(held_by(optimizer))
+
+
+def restore_held(optimizer: Optimizer, stored: Any, store: ParameterStore) -> None:
+    """Load a state dict that an optimizer that holds others has made, and keep this rank's shards.
+
+    Args:
+        optimizer: of the parameters.
+        stored: with full tensors on disk or in memory.
+        store: of the parameters.
+    """
+    optimizer.load_state_dict(state_in_full(stored))
+    shard_state(optimizer, store, lambda tensor: tensor)
 
 
 def numbers_of(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[nn.Parameter, int]:
     """Return parameter -> its number in the optimizer's state dict."""
     numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
-    return dict(zip(parameters_of(optimizer), numbers, strict=True))
+    return dict(zip(parameters_in(optimizer), numbers, strict=True))
 
 
 class _StateValue(NamedTuple):
@@ -304,34 +347,44 @@ class _StateValue(NamedTuple):
 
 
 @torch.no_grad()
-def _states(
-    optimizer: Optimizer, store: ParameterStore, convert: Convert, convert_owned: ConvertOwned
+def _full_states(
+    optimizer: Optimizer,
+    state: Mapping[nn.Parameter, Any],
+    store: ParameterStore,
+    convert: Convert,
+    convert_owned: ConvertOwned,
 ) -> Iterator[tuple[nn.Parameter, dict[str, Any]]]:
     """Yield (parameter, its state with converted tensors) for all that have one.
 
     Collective: all ranks go through the parameters in the same order.
+
+    Args:
+        optimizer: of the parameters.
+        state: its own, or that of one that it holds.
+        store: of the parameters.
+        convert, convert_owned: as for `state_dict_with`.
     """
     descriptions: dict[nn.Parameter, dict[str, Any]] = {}
-    for parameter in parameters_of(optimizer):
-        if parameter not in optimizer.state:
+    for parameter in parameters_in(optimizer):
+        if parameter not in state:
             continue
-        state = optimizer.state[parameter]
         if store.is_stepped_in_full(parameter):
-            descriptions[parameter] = described_state(state)
+            descriptions[parameter] = described_state(state[parameter])
         else:
-            descriptions[parameter] = {k: _described(v, parameter) for k, v in state.items()}
+            of_parameter = state[parameter]
+            descriptions[parameter] = {k: _described(v, parameter) for k, v in of_parameter.items()}
     of_owners = store.collect_from_owners(descriptions)
 
-    for parameter in parameters_of(optimizer):
+    for parameter in parameters_in(optimizer):
         if parameter not in of_owners:
             continue
         if store.is_stepped_in_full(parameter):
-            state_here = optimizer.state.get(parameter) if store.has_state(parameter) else None
+            state_here = state.get(parameter) if store.has_state(parameter) else None
             description = of_owners[parameter]
             yield parameter, converted_state(parameter, description, state_here, convert_owned)
             continue
 
-        local_state = optimizer.state.get(parameter, {})
+        local_state = state.get(parameter, {})
         converted: dict[str, Any] = {}
         for key, (value, is_laid_out_alike, is_on_device) in of_owners[parameter].items():
             if not isinstance(value, Tensor) or not value.is_meta:

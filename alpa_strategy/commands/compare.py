@@ -14,7 +14,7 @@ from alpa_strategy.display.difference import meshes_of
 from alpa_strategy.display.progress import Progress
 from alpa_strategy.errors import OptionError, PlanError
 from alpa_strategy.ir.plan import Plan
-from alpa_strategy.units import format_bytes, format_count, format_seconds
+from alpa_strategy.units import format_bytes, format_rate, format_seconds
 
 HOUR = 3600.0
 
@@ -108,7 +108,9 @@ def _entries(arguments: argparse.Namespace, prices: Sequence[float]) -> Iterator
             except PlanError as error:
                 yield Entry(cluster, parallel, price, None, problem=error.problem)
                 continue
-            yield Entry(cluster, parallel, price, plan, task.step.batch_size)
+            figures = plan.figures
+            samples = task.step.batch_size if figures is None else figures.num_samples
+            yield Entry(cluster, parallel, price, plan, samples)
 
 
 def comparison_table(entries: Sequence[Entry]) -> Table:
@@ -134,7 +136,7 @@ def comparison_table(entries: Sequence[Entry]) -> Table:
             continue
         row = [
             format_seconds(plan.predicted.step_seconds),
-            format_count(entry.samples_per_second),
+            format_rate(entry.samples_per_second),
             format_bytes(plan.predicted.peak_bytes),
             meshes_of(plan),
         ]

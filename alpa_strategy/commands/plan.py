@@ -6,7 +6,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rich.console import Console, RenderableType
+from rich.console import Console
 
 from alpa_strategy.cluster.spec import ClusterSpec
 from alpa_strategy.commands.recipe_task import (
@@ -18,10 +18,10 @@ from alpa_strategy.commands.recipe_task import (
 )
 from alpa_strategy.commands.writing import writing
 from alpa_strategy.display.console import make_console, plain
-from alpa_strategy.display.findings import findings_text
+from alpa_strategy.display.full_plan import plan_table
 from alpa_strategy.display.progress import Progress, peak_rss_bytes
 from alpa_strategy.display.summary import plan_summary
-from alpa_strategy.display.table import plan_table, plan_timing, tune_table
+from alpa_strategy.display.table import plan_timing, tune_table
 from alpa_strategy.errors import AlpaError, OptionError, check_names
 from alpa_strategy.files import RECIPES, shipped_folder
 from alpa_strategy.fit.command import add_fit_arguments, is_by_name, plan_by_name
@@ -137,28 +137,10 @@ def _plan_recipe(
         else:
             plan, task = planned(overrides)
 
-    usable_bytes = plan_options(recipe).usable_bytes(cluster.device.memory_bytes)
-    if arguments.verbose:
-        console.print(plan_table(plan, memory_limit=usable_bytes))
-        console.print(findings_text(plan))
-    else:
-        console.print(_summary(plan, task, usable_bytes))
+    show = plan_table if arguments.verbose else plan_summary
+    console.print(show(plan))
     console.print(plan_timing(plan, peak_rss_bytes()))
     return plan, task
-
-
-def _summary(plan: Plan, task: "PlanTask", usable_bytes: float) -> RenderableType:
-    """Return the plan of a task on one screen."""
-    from alpa_strategy.cost.peak import seconds_at_peak
-    from alpa_strategy.microbatch.transform import num_samples
-
-    cluster = task.cluster
-    return plan_summary(
-        plan,
-        memory_limit=usable_bytes,
-        num_samples=num_samples(task.step),
-        seconds_at_peak=seconds_at_peak(task.step, cluster.device, cluster.num_devices),
-    )
 
 
 def _planned(

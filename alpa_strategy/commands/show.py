@@ -8,9 +8,9 @@ from pathlib import Path
 
 from alpa_strategy.commands.writing import writing
 from alpa_strategy.display.console import make_console, plain
-from alpa_strategy.display.findings import findings_text
+from alpa_strategy.display.full_plan import plan_svg, plan_table
 from alpa_strategy.display.measured import measured_table
-from alpa_strategy.display.table import plan_svg, plan_table
+from alpa_strategy.display.table import plan_timing
 from alpa_strategy.ir.measured_steps import measured_of_file
 from alpa_strategy.ir.plan import Plan
 from alpa_strategy.ir.plan_details import details_of_file, details_path
@@ -35,7 +35,8 @@ def run(arguments: argparse.Namespace) -> int:
     plan = Plan.load(arguments.plan)
     console = make_console()
     console.print(plan_table(plan))
-    console.print(findings_text(plan))
+    if plan.solver_seconds:
+        console.print(plan_timing(plan))
     measured = measured_of_file(arguments.plan, plan)
     if measured is not None:
         console.print(measured_table(measured, plan))

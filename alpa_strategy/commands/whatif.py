@@ -1,13 +1,15 @@
 """`alpa whatif`: the plan on a cluster, or of a recipe, that is not as it is."""
 
 import argparse
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich import box
 from rich.table import Table
+from rich.text import Text
 
 from alpa_strategy.cluster.load import read_cluster_yaml
 from alpa_strategy.cluster.spec import ClusterSpec
@@ -20,7 +22,10 @@ from alpa_strategy.errors import OptionError, PlanError, did_you_mean
 from alpa_strategy.ir.plan import Plan
 from alpa_strategy.ir.plan_details import Origin, details_of_file
 from alpa_strategy.recipe import KEYS, load_recipe
-from alpa_strategy.units import format_bytes, format_count, format_seconds
+from alpa_strategy.units import format_bytes, format_rate, format_seconds
+
+if TYPE_CHECKING:
+    from alpa_strategy.planner.task import PlanTask
 
 # Columns of a change in the table.
 MAX_LABEL = 34
@@ -67,19 +72,17 @@ def run(arguments: argparse.Namespace) -> int:
 
     progress = Progress()
     plans: list[Plan] = []
-    kept_plan_seconds: list[float | None] = []
-    samples: list[int] = []
+    unchanged: list[UnchangedPlan] = []
     for variation in variations:
         cluster = ClusterSpec.load(origin.cluster, dict(variation.to_cluster))
         plan, task = planned_recipe(origin.recipe, cluster, variation.overrides, progress)
         plans.append(plan)
-        samples.append(task.step.batch_size)
-        kept_plan_seconds.append(_kept_seconds(task, plans[0]))
+        unchanged.append(_unchanged(task, plans[0]))
 
     console = make_console()
-    console.print(_overview(variations, plans, samples, kept_plan_seconds))
+    console.print(_overview(variations, plans, unchanged))
     console.print(difference_table(["as it is", "changed"], plans[0], plans[-1]))
-    for line in _reasons(plans[0], plans[-1], kept_plan_seconds[-1]):
+    for line in _reasons(plans[0], plans[-1], unchanged[-1]):
         console.print(plain(f"- {line}", keeps_lines=True))
     return 0
 
@@ -172,69 +175,104 @@ def _sized(origin: Origin, to_cluster: Mapping[str, Any], text: str, value: str)
     return {"num_nodes": str(count // per_node), "devices_per_node": str(per_node)}
 
 
-def _kept_seconds(task: Any, plan: Plan) -> float | None:
-    """Return the step of the changed task with the unchanged plan; None if it cannot have that."""
-    from alpa_strategy.planner.plan_stages import seconds_on
+@dataclass(frozen=True)
+class UnchangedPlan:
+    """The plan as it is, under some of the changes."""
 
-    if num_devices(plan) != task.cluster.num_devices or plan.is_eager:
-        return None
+    # Seconds of a step; None: it cannot be used.
+    seconds: float | None = None
+
+    # Of the device that needs most, and what it may use.
+    peak_bytes: int = 0
+    memory_limit: float = math.inf
+
+    # Why it cannot be used.
+    problem: str = ""
+
+    @property
+    def fits(self) -> bool:
+        """Whether it can be used, and its memory is within the limit."""
+        return self.seconds is not None and self.peak_bytes <= self.memory_limit
+
+
+def _unchanged(task: "PlanTask", plan: Plan) -> UnchangedPlan:
+    """Return the step of the changed task with the unchanged plan."""
+    from alpa_strategy.planner.plan_stages import cost_on
+
+    before, after = num_devices(plan), task.cluster.num_devices
+    if before != after:
+        return UnchangedPlan(problem=f"it is for {before} devices, not for {after}")
     try:
-        return seconds_on(task, plan)
-    except PlanError:
-        return None
+        cost = cost_on(task, plan)
+    except PlanError as error:
+        return UnchangedPlan(problem=error.problem)
+    return UnchangedPlan(cost.seconds, cost.peak_bytes, task.memory_limit)
 
 
 def _overview(
-    variations: Sequence[Variation],
-    plans: Sequence[Plan],
-    samples: Sequence[int],
-    kept_plan_seconds: Sequence[float | None],
+    variations: Sequence[Variation], plans: Sequence[Plan], unchanged: Sequence[UnchangedPlan]
 ) -> Table:
     """Return a table with a row for each variation.
 
     Args:
         variations: what was changed.
         plans: the best plan under each, the unchanged one first.
-        samples: samples of a step under each.
-        kept_plan_seconds: seconds of a step under each with the unchanged plan; None if that
-            cannot be used.
+        unchanged: the unchanged plan under each.
     """
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("", no_wrap=True, max_width=MAX_LABEL)
     for column in ("step", "", "samples/s", "memory", "plan kept"):
         table.add_column(column, justify="right")
     first = plans[0].predicted.step_seconds
-    for variation, plan, batch, seconds in zip(
-        variations, plans, samples, kept_plan_seconds, strict=True
-    ):
+    for variation, plan, old in zip(variations, plans, unchanged, strict=True):
         step = plan.predicted.step_seconds
+        rate = None if plan.figures is None else plan.figures.samples_per_second(step)
         table.add_row(
             plain(variation.label),
             format_seconds(step),
             change(first, step),
-            format_count(batch / step),
+            "" if rate is None else format_rate(rate),
             format_bytes(plan.predicted.peak_bytes),
-            format_seconds(seconds) if seconds is not None else "-",
+            _unchanged_cell(old),
         )
     return table
 
 
-def _reasons(before: Plan, after: Plan, kept_plan_seconds: float | None) -> list[str]:
-    """Return sentences: what the old plan would take, what a new one saves, and what limits it."""
+def _unchanged_cell(unchanged: UnchangedPlan) -> Text:
+    """Return the seconds of a step with the unchanged plan, or that it cannot be used."""
+    if unchanged.seconds is None:
+        return Text("-", "dim")
+    if not unchanged.fits:
+        return Text("too large", "red")
+    return Text(format_seconds(unchanged.seconds))
+
+
+def _reasons(before: Plan, after: Plan, unchanged: UnchangedPlan) -> list[str]:
+    """Return sentences: what the unchanged plan would take, what a new one saves, and what limits
+    it.
+    """
     lines = []
     step = after.predicted.step_seconds
     is_faster = True
-    if kept_plan_seconds is not None:
-        saved = kept_plan_seconds - step
-        is_faster = saved > 1e-3 * kept_plan_seconds
-        line = f"The plan as it is would take {format_seconds(kept_plan_seconds)} there"
-        if is_faster:
-            lines.append(f"{line}; planning anew saves {format_seconds(saved)} of it.")
+    if unchanged.seconds is None:
+        lines.append(f"The plan as it is cannot be used there: {unchanged.problem}.")
+    else:
+        limit = format_bytes(unchanged.memory_limit)
+        memory = f"{format_bytes(unchanged.peak_bytes)} of {limit} a device"
+        line = f"The plan as it is would take {format_seconds(unchanged.seconds)} a step there"
+        saved = unchanged.seconds - step
+        is_faster = saved > 1e-3 * unchanged.seconds
+        if not unchanged.fits:
+            lines.append(f"{line}, but does not fit: it needs {memory}.")
+        elif is_faster:
+            lines.append(f"{line}, and fits: {memory}. The new plan saves {format_seconds(saved)}.")
         else:
-            lines.append(f"{line}: there is nothing to gain from another plan.")
+            lines.append(f"{line}, and fits: {memory}. No other plan is faster.")
     has_other_stages = len(before.stages) != len(after.stages)
     if has_other_stages or meshes_of(before) != meshes_of(after):
         outcome = "which is faster there" if is_faster else "which is as fast there"
+        if not unchanged.fits:
+            outcome = "which fits there"
         lines.append(f"It takes {_shape(after)} in the place of {_shape(before)}, {outcome}.")
     return [*lines, *findings(after)]
 

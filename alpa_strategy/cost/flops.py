@@ -114,9 +114,16 @@ def op_flops(call: OpCall) -> float:
     return float(sum(meta.num_elements for meta in call.results))
 
 
+def of_one_rank(call: OpCall) -> OpCall:
+    """Return the call that an op of each rank runs on the samples of one; other calls as they
+    are.
+    """
+    return call.target.inner if isinstance(call.target, PerRank) else call
+
+
 def product_kind(call: OpCall) -> str | None:
     """Return `matmul`, `convolution` or `attention`; None for ops that do not multiply and add."""
-    name = op_base_name(call)
+    name = op_base_name(of_one_rank(call))
     if name in ATTENTION:
         return "attention"
     if name in CONVOLUTIONS:
@@ -127,7 +134,11 @@ def product_kind(call: OpCall) -> str | None:
 
 
 def product_shape(call: OpCall) -> tuple[int, int, int, int] | None:
-    """Return (batches, rows, inner, columns) of a matmul; None for other ops, and for vectors."""
+    """Return (batches, rows, inner, columns) of a matmul; None for other ops, and for vectors.
+
+    Of the matmuls that run one after the other for each rank: those of one rank.
+    """
+    call = of_one_rank(call)
     name = op_base_name(call)
     if name not in LINEARS and name not in MATRIX_PRODUCTS:
         return None

@@ -21,7 +21,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from alpa_strategy.cluster.devices import DeviceSpec
-from alpa_strategy.cost.flops import Work, is_view, op_work, product_kind
+from alpa_strategy.cost.flops import CONVOLUTIONS, Work, is_view, op_base_name, op_work
 from alpa_strategy.files import read_json, write_json
 from alpa_strategy.ir.op import OpCall, Slot, TensorMeta, bind
 
@@ -53,7 +53,7 @@ def call_family(call: OpCall) -> str:
     for meta in call.operands:
         mark = "*" if meta.requires_grad else ""
         words.append(str(meta.dtype).removeprefix("torch.") + mark)
-    if product_kind(call) == "convolution":
+    if op_base_name(call) in CONVOLUTIONS:
         words.append("x".join(map(str, call.operands[1].shape[2:])))
         if bind(call)["groups"] > 1:
             words.append("grouped")

@@ -1,44 +1,55 @@
-"""Seconds that a step's products take at a device's peak: what model FLOPs utilization is based on.
+"""FLOPs of a step's matmuls by dtype, and the seconds that they take at the devices' peak.
 
-MFU is their share of the measured time (PaLM, arXiv:2204.02311, appendix B).
+Model FLOPs utilization is these seconds over those of a step (`TaskFigures.mfu`).
 """
+
+from collections.abc import Mapping
 
 from alpa_strategy.cluster.devices import DeviceSpec
 from alpa_strategy.cost.flops import op_work, product_kind
 from alpa_strategy.ir.graph import StepGraph
-from alpa_strategy.ir.op import OpCall
-from alpa_strategy.ir.per_rank import PerRank
+
+# Dtypes with less than this share of the FLOPs are neglected: a model's rotary embeddings may
+# multiply in float32 whatever the rest does.
+LEAST_SHARE = 0.01
 
 
-def seconds_at_peak(step: StepGraph, device: DeviceSpec, num_devices: int) -> float | None:
-    """Return the seconds of devices at their peak for all products of a step, in both directions.
+def matmul_flops(step: StepGraph) -> dict[str, float]:
+    """Return the FLOPs of a step's matmuls, convolutions and attention by dtype, forward and
+    backward. The dtype with the most comes first.
 
-    Recomputation does not count.
+    Recomputation does not count, and neither do dtypes of less than `LEAST_SHARE`.
+    """
+    flops: dict[str, float] = {}
+    for op in step.ops:
+        if product_kind(op.call) is None:
+            continue
+        forward, backward = op_work(op.call)
+        # Computed in the dtype of the first operand.
+        dtype = str(op.call.operands[0].dtype).removeprefix("torch.")
+        flops[dtype] = flops.get(dtype, 0.0) + forward.flops + backward.flops
+
+    least = LEAST_SHARE * sum(flops.values())
+    by_size = sorted(flops.items(), key=lambda item: -item[1])
+    return {dtype: number for dtype, number in by_size if number > least}
+
+
+def seconds_at_peak(
+    flops: Mapping[str, float], device: DeviceSpec, num_devices: int
+) -> float | None:
+    """Return the seconds of devices at their peak for FLOPs by dtype.
 
     Args:
-        num_devices: that share the step.
+        flops: of `matmul_flops`.
+        num_devices: that share them.
 
     Returns:
-        None if a product's dtype has no known peak.
+        None if there are no FLOPs, or a dtype has no known peak.
     """
     peaks = dict(device.peak_flops)
     seconds = 0.0
-    for op in step.ops:
-        if _product_kind(op.call) is None:
-            continue
-        forward, backward = op_work(op.call)
-        peak = peaks.get(_dtype_of(op.call))
-        if peak is None:
+    for dtype, number in flops.items():
+        if dtype not in peaks:
             return None
-        seconds += (forward.flops + backward.flops) / peak
-    return seconds / num_devices
-
-
-def _product_kind(call: OpCall) -> str | None:
-    inner = call.target.inner if isinstance(call.target, PerRank) else call
-    return product_kind(inner)
-
-
-def _dtype_of(call: OpCall) -> str:
-    """Return the name of the dtype in which a product is computed: that of its first operand."""
-    return str(call.operands[0].dtype).removeprefix("torch.")
+        seconds += number / peaks[dtype]
+    return seconds / num_devices or None

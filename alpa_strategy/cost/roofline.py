@@ -40,20 +40,24 @@ FUSED = 0.5
 REFERENCE_WIDTH = 128
 
 
+def rated_dtype(device: DeviceSpec, name: str) -> str:
+    """Return the dtype whose FLOP/s `device` names, to take for operands of the dtype `name`."""
+    peaks = dict(device.peak_flops)
+    for candidate in (name, *FALLBACKS.get(name, ("float32",))):
+        if candidate in peaks:
+            return candidate
+    return min(peaks, key=peaks.__getitem__)
+
+
 def peak_flops(device: DeviceSpec, dtype: torch.dtype) -> float:
     """Return the FLOP/s of `device` for operands of `dtype`.
 
     Half the float32 peak for float64, if `device` names none for that.
     """
-    peaks = dict(device.peak_flops)
     name = str(dtype).removeprefix("torch.")
-    for candidate in (name, *FALLBACKS.get(name, ("float32",))):
-        if candidate not in peaks:
-            continue
-        if name == "float64" and candidate == "float32":
-            return peaks[candidate] / 2
-        return peaks[candidate]
-    return min(peaks.values())
+    rated = rated_dtype(device, name)
+    peak = dict(device.peak_flops)[rated]
+    return peak / 2 if (name, rated) == ("float64", "float32") else peak
 
 
 def reached_flops(device: DeviceSpec, call: OpCall, backward: bool = False) -> float:

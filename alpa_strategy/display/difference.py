@@ -62,6 +62,8 @@ def _add_texts(table: Table, before: Plan, after: Plan) -> None:
         ("micro-batches", lambda plan: str(plan.num_microbatches)),
         ("schedule", lambda plan: plan.schedule),
         ("meshes", meshes_of),
+        ("recomputed", _recomputed),
+        ("precision", lambda plan: "" if plan.figures is None else plan.figures.precision),
     ]
     for name, text_of in facts:
         old, new = text_of(before), text_of(after)
@@ -88,6 +90,18 @@ def num_devices(plan: Plan) -> int:
 def meshes_of(plan: Plan) -> str:
     """Return the logical meshes of a plan's stages as text, equal ones once."""
     return ", ".join(dict.fromkeys(mesh_text(stage.logical_mesh) for stage in plan.stages))
+
+
+def _recomputed(plan: Plan) -> str:
+    """Return what is recomputed in the backward."""
+    num_stages = sum(stage.remat for stage in plan.stages)
+    num_ops = sum(len(stage.recomputed) for stage in plan.stages)
+    words = []
+    if num_stages:
+        words.append("all" if num_stages == len(plan.stages) else f"{num_stages} stages")
+    if num_ops:
+        words.append(f"{num_ops} ops")
+    return ", ".join(words) or "nothing"
 
 
 def _layouts(plan: Plan) -> Layouts:

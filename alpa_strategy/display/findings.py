@@ -1,8 +1,5 @@
 """What limits a plan's step, in sentences with numbers: the page's and the terminal's."""
 
-from rich.text import Text
-
-from alpa_strategy.display.console import plain
 from alpa_strategy.display.table import step_parts
 from alpa_strategy.ir.plan import Collective, Plan
 from alpa_strategy.units import format_bytes, format_seconds
@@ -22,14 +19,14 @@ _WORDS = {
 
 
 def findings(plan: Plan) -> list[str]:
-    """Return what takes a step's time, the largest part first, and which boundaries are slow."""
-    return [*_parts(plan), *_slow_boundaries(plan), *_imbalance(plan)]
-
-
-def findings_text(plan: Plan) -> Text:
-    """Return the findings as lines for a terminal; empty if there are none."""
-    lines = [Text.assemble(("limit  ", "yellow"), plain(line)) for line in findings(plan)]
-    return Text("\n").join(lines)
+    """Return what takes a step's time, the largest part first, which boundaries are slow, and the
+    largest collective.
+    """
+    lines = [*_parts(plan), *_slow_boundaries(plan), *_imbalance(plan)]
+    collective = _largest_collective(plan)
+    if step_parts(plan) and not any(collective in line for line in lines):
+        lines.append(collective.strip())
+    return lines
 
 
 def _parts(plan: Plan) -> list[str]:
@@ -61,9 +58,10 @@ def _largest_collective(plan: Plan) -> str:
     largest: Collective = max(collectives, key=lambda collective: collective.seconds)
     where = f" of stage {stage_of[id(largest)]}" if len(plan.stages) > 1 else ""
     when = {"step": "once per step"}.get(largest.phase, f"in the {largest.phase}")
+    tensor = f" Its largest call moves {largest.largest}." if largest.largest else ""
     return (
         f" The largest collective is {largest.kind} on mesh axis {largest.axis}{where}, {when}:"
-        f" {format_bytes(largest.num_bytes)} in {format_seconds(largest.seconds)}."
+        f" {format_bytes(largest.num_bytes)} in {format_seconds(largest.seconds)}.{tensor}"
     )
 
 

@@ -8,6 +8,7 @@ from rich.text import Text
 
 from alpa_strategy.display.console import plain
 from alpa_strategy.display.findings import slowest_stage
+from alpa_strategy.display.plan_words import rates_text
 from alpa_strategy.display.table import step_parts
 from alpa_strategy.ir.measured_steps import MeasuredSteps, ProfiledSteps
 from alpa_strategy.ir.plan import Plan, StagePlan
@@ -127,7 +128,9 @@ def _step_line(measured: MeasuredSteps, plan: Plan) -> Text:
     seconds = measured.step_seconds
     shown = "not known" if seconds is None else format_seconds(seconds)
     predicted = format_seconds(plan.predicted.step_seconds)
-    return Text.assemble(("measured  ", "bold"), f"a step took {shown}, predicted {predicted}")
+    rates = rates_text(plan.figures, seconds or 0.0)
+    line = f"a step took {shown}, predicted {predicted}"
+    return Text.assemble(("measured  ", "bold"), f"{line}, {rates}" if rates else line)
 
 
 def _order(of_plan: Mapping[str, float], of_run: Mapping[str, float]) -> list[str]:

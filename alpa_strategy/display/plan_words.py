@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from rich.text import Text
 
-from alpa_strategy.ir.plan import Plan, StagePlan, Storage
-from alpa_strategy.units import format_bytes
+from alpa_strategy.ir.plan import Plan, StagePlan, Storage, TaskFigures
+from alpa_strategy.units import format_bytes, format_rate
 
 # Ops with a parameter as operand: their name -> the position of the parameter.
 _PRODUCTS = {
@@ -148,3 +148,35 @@ def peak_text(plan: Plan, memory_limit: float | None, process_bytes: int) -> Tex
         with_process = format_bytes(peak + process_bytes)
         text.append(f", {with_process} with the process itself", style="dim")
     return text
+
+
+def rates_text(figures: TaskFigures | None, step_seconds: float) -> str:
+    """Return the rates of steps that take `step_seconds`, as far as they are known: `100 samples/s,
+    102 k tokens/s, MFU 50.0%`.
+    """
+    if figures is None:
+        return ""
+    words = []
+    samples = figures.samples_per_second(step_seconds)
+    if samples is not None:
+        words.append(f"{format_rate(samples)} samples/s")
+    tokens = figures.tokens_per_second(step_seconds)
+    if tokens is not None:
+        words.append(f"{format_rate(tokens)} tokens/s")
+    mfu = figures.mfu(step_seconds)
+    if mfu is not None:
+        words.append(f"MFU {mfu:.1%}")
+    return ", ".join(words)
+
+
+def assumed_rates_text(plan: Plan) -> str:
+    """Return a warning if the cluster has no FLOP/s for a dtype of the plan's matmuls, else ""."""
+    assumed = {} if plan.figures is None else plan.figures.assumed_rates
+    if not assumed:
+        return ""
+    names = ", ".join(assumed)
+    taken = ", ".join(dict.fromkeys(assumed.values()))
+    return (
+        f"the cluster has no FLOP/s for {names}: its matmuls are priced by those of {taken}. Add"
+        " it to peak_flops in the cluster file"
+    )

@@ -1,8 +1,7 @@
-"""The plan as a rich table: costs, baselines, the layout of each parameter, and collectives; the
-same as a picture; and the table of `alpa plan --tune batch_size`.
+"""Parts of a plan as rich tables and lines: headline, seconds, stages, parameters, collectives; and
+the table of `alpa plan --tune batch_size`.
 """
 
-import io
 import math
 import re
 from collections import defaultdict
@@ -10,16 +9,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from rich import box
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from alpa_strategy.display.console import make_console, plain
-from alpa_strategy.display.plan_words import peak_text
-from alpa_strategy.display.timeline import MAX_DRAWN, device_range, plan_timeline
+from alpa_strategy.display.console import plain
+from alpa_strategy.display.timeline import device_range, plan_timeline
 from alpa_strategy.errors import printable
 from alpa_strategy.ir.plan import ParameterMode, ParameterPlan, Plan, Predicted, StagePlan
-from alpa_strategy.units import format_bytes, format_count, format_seconds
+from alpa_strategy.units import format_bytes, format_count, format_rate, format_seconds
 
 # Columns of the bar of a step's seconds.
 BAR_WIDTH = 40
@@ -33,12 +31,6 @@ PART_STYLES = {
     "host": "yellow",
     "waiting": "dim",
 }
-# Columns of a picture.
-PICTURE_WIDTH = 120
-
-# Fonts that rich's pictures load from the web; the reader's own suffice.
-_WEB_FONTS = re.compile(r"@font-face \{.*?\}\s*", re.DOTALL)
-
 # A component of a dotted name that is an index. One of thousands of digits is a name.
 _INDEX = re.compile(r"[0-9]{1,9}")
 _INDEX_IN_NAME = re.compile(rf"(?<![^.]){_INDEX.pattern}(?![^.])")
@@ -51,53 +43,9 @@ MODE_MEANINGS = {
 }
 
 
-def plan_table(
-    plan: Plan, memory_limit: float | None = None, process_bytes: int = 0
-) -> RenderableType:
-    """Return the full plan.
-
-    Args:
-        plan: to show.
-        memory_limit: bytes per device; None: not known.
-        process_bytes: of host memory that the process takes in addition to the plan's tensors.
-    """
-    sections: list[RenderableType] = []
-    if plan.phases:
-        sections += [iteration_phases(plan, memory_limit), Text()]
-    sections += [headline(plan), _summary(plan, memory_limit, process_bytes)]
-    if len(plan.stages) > 1:
-        sections += [Text(), stage_overview(plan)]
-    schedule = plan_timeline(plan, MAX_DRAWN)
-    if schedule is not None:
-        sections += [Text(), schedule]
-
-    for equal in equal_stages(plan):
-        stage = plan.stages[equal[0]]
-        if len(plan.stages) > 1:
-            sections += [Text(), _stage_line(equal, [plan.stages[index] for index in equal])]
-        sections += [Text(), _parameters(stage, len(equal) > 1)]
-        if stage.collectives:
-            sections += [Text(), _collectives(stage)]
-
-    sections += [Text(), _legend(plan)]
-    sections += [note_text(note) for note in plan.notes]
-    return Group(*sections)
-
-
 def note_text(note: str) -> Text:
     """Return a note of a plan as a line."""
     return Text.assemble(("note  ", "yellow"), plain(note, keeps_lines=True))
-
-
-def plan_svg(plan: Plan) -> str:
-    """Return the table as an SVG picture, which loads nothing from the web."""
-    return _WEB_FONTS.sub("", _printed(plan).export_svg(title="alpa"))
-
-
-def _printed(plan: Plan) -> Console:
-    console = make_console(record=True, file=io.StringIO(), width=PICTURE_WIDTH)
-    console.print(plan_table(plan))
-    return console
 
 
 def plan_timing(plan: Plan, peak_rss: float | None = None) -> Text:
@@ -121,9 +69,14 @@ def plan_timing(plan: Plan, peak_rss: float | None = None) -> Text:
 LIMITED_BY_HOST = 0.5
 
 
-def measured_line(prediction: Predicted, measured_seconds: float) -> Text:
+def measured_line(prediction: Predicted, measured_seconds: float, rates: str = "") -> Text:
     """Return a line with measured and predicted seconds per step, and whether the host limits
     it.
+
+    Args:
+        prediction: of a step.
+        measured_seconds: of a step.
+        rates: measured, in words (`rates_text`).
     """
     predicted = prediction.step_seconds
     text = Text.assemble(
@@ -134,6 +87,8 @@ def measured_line(prediction: Predicted, measured_seconds: float) -> Text:
         ratio = measured_seconds / predicted
         way = "as predicted" if 0.95 <= ratio <= 1.05 else f"{_ratio(ratio)} the prediction"
         text.append(f" ({way})", style="dim")
+    if rates:
+        text.append(f", {rates}")
     host_seconds = prediction.host_seconds + prediction.loop_seconds
     if host_seconds >= LIMITED_BY_HOST * predicted > 0:
         shares = f"{format_seconds(host_seconds)} of {format_seconds(predicted)}"
@@ -143,7 +98,7 @@ def measured_line(prediction: Predicted, measured_seconds: float) -> Text:
 
 
 def headline(plan: Plan) -> Text:
-    """Return devices, mesh or stages, and how close the plan is to the optimum."""
+    """Return devices, mesh or stages, precision, and how close the plan is to the optimum."""
     count = max(stage.first_device + math.prod(stage.submesh) for stage in plan.stages)
     text = Text.assemble(("Alpa plan", "bold"), f"  {count} device{'s' * (count != 1)}")
     if plan.cluster_name:
@@ -155,28 +110,10 @@ def headline(plan: Plan) -> Text:
     else:
         text.append(f", {len(plan.stages)} stages, {plan.num_microbatches} micro-batches, ")
         text.append_text(plain(plan.schedule))
+    if plan.figures is not None and plan.figures.precision:
+        text.append(", ").append_text(plain(plan.figures.precision))
     text.append(f", {proof_of(plan)}", style="green" if plan.gap <= 1e-6 else "yellow")
     return text
-
-
-def _summary(plan: Plan, memory_limit: float | None, process_bytes: int) -> Table:
-    """Return a table of the step's seconds, memory of a device and compared plans."""
-    p = plan.predicted
-    table = Table.grid(padding=(0, 2))
-    table.add_column(style="dim", no_wrap=True)
-    table.add_column()
-    parts = step_parts(plan)
-    line = Text.assemble((format_seconds(p.step_seconds), "bold"))
-    # The seconds of an eager step are not known.
-    if not plan.is_eager:
-        table.add_row("step", line.append("  ").append(seconds_bar(parts)) if parts else line)
-    if parts:
-        table.add_row("", seconds_legend(parts))
-
-    table.add_row("memory", peak_text(plan, memory_limit, process_bytes))
-    if plan.baselines:
-        table.add_row("instead", baselines_text(plan))
-    return table
 
 
 def baselines_text(plan: Plan) -> Text:
@@ -294,7 +231,7 @@ def _remat_text(stage: StagePlan) -> str:
     return f"in {len(stage.spans)}" if stage.recompute_splits else "whole"
 
 
-def _stage_line(indices: Sequence[int], stages: Sequence[StagePlan]) -> Text:
+def stage_line(indices: Sequence[int], stages: Sequence[StagePlan]) -> Text:
     """Return the heading of the tables of one stage, or of several equal ones."""
     # Equal stages differ in the activations of micro-batches in flight.
     stage = max(stages, key=lambda candidate: candidate.predicted.peak_bytes)
@@ -311,7 +248,7 @@ def _stage_line(indices: Sequence[int], stages: Sequence[StagePlan]) -> Text:
     return text.append(recomputes(stage))
 
 
-def _parameters(stage: StagePlan, stands_for_others: bool) -> Table:
+def parameters_table(stage: StagePlan, stands_for_others: bool) -> Table:
     """Return a table of a stage's parameters, a row for each group with the same storage placement.
 
     Args:
@@ -347,10 +284,13 @@ def _parameters(stage: StagePlan, stands_for_others: bool) -> Table:
     return table
 
 
-def _collectives(stage: StagePlan) -> Table:
-    """Return a table of a stage's collectives, the longest first."""
+def collectives_table(stage: StagePlan) -> RenderableType:
+    """Return a table of a stage's collectives, the longest first, and the tensor that the largest
+    call of each moves.
+    """
     table = _plain_table("collective", "axis", "when")
     _add_columns(table, (), ("calls", "bytes", "time per step"))
+    tensors = []
     for c in sorted(stage.collectives, key=lambda c: (-c.seconds, c.kind)):
         when = "once a step" if c.phase == "step" else c.phase
         table.add_row(
@@ -361,7 +301,10 @@ def _collectives(stage: StagePlan) -> Table:
             format_bytes(c.num_bytes),
             format_seconds(c.seconds),
         )
-    return table
+        if c.largest:
+            line = f"largest {c.kind} on axis {c.axis}, {when}: {c.largest}"
+            tensors.append(plain(line, "dim"))
+    return Group(table, *tensors)
 
 
 def _plain_table(*names: str) -> Table:
@@ -384,7 +327,7 @@ def _add_columns(table: Table, left: Iterable[str], right: Iterable[str]) -> Non
         table.add_column(name, justify="right", no_wrap=True)
 
 
-def _legend(plan: Plan) -> Table:
+def legend(plan: Plan) -> Table:
     """Return a table that explains the letters of the placements that the plan uses."""
     table = Table.grid(padding=(0, 2))
     plans = [parameter for stage in plan.stages for parameter in stage.parameter_plans.values()]
@@ -588,7 +531,7 @@ def tune_table(plans: Mapping[int, Plan | Exception], best: int | None, num_rank
             f"{count} of {num_samples // count}",
             plain(f"{len(plan.stages)} {plan.schedule}") if len(plan.stages) > 1 else "1",
             format_seconds(seconds),
-            f"{num_samples / seconds:.4g}",
+            format_rate(num_samples / seconds),
             format_bytes(plan.predicted.peak_bytes),
             style="bold green" if size == best else None,
         )

@@ -9,11 +9,10 @@ from alpa_strategy.fit.report import (
     changes_table,
     does_not_fit,
     headline,
-    memory_table,
+    memory_by_stage,
     report,
     verdict,
 )
-from alpa_strategy.fit.summary import model_flops
 from alpa_strategy.fit.sweep import best_point, read_sweep, sweep, sweep_table, write_picture
 from alpa_strategy.ir.plan import Plan
 from alpa_strategy.planner.task import PlanTask, Progress
@@ -45,8 +44,8 @@ def answer_fit(
     changes = nearest_changes(case, plan, progress, num_changes)
     sections: list[RenderableType] = [
         top,
-        verdict(plan, task.request, cluster, model_flops(task.step)),
-        memory_table(plan, cluster, plan_task.memory_limit),
+        verdict(plan),
+        memory_by_stage(plan, cluster, plan_task.memory_limit),
         changes_table(changes, case, plan),
         flags_table(plan, task.request),
     ]

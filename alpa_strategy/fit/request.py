@@ -55,11 +55,6 @@ class FitRequest:
         return self.sequence_length * self.batch_size
 
     @property
-    def compute_dtype(self) -> str:
-        """Name of the dtype in which matmuls compute."""
-        return PRECISIONS[self.precision][1]
-
-    @property
     def name(self) -> str:
         """Short name of the model, for display."""
         path = Path(self.source)

@@ -26,6 +26,7 @@ from alpa_strategy.microbatch.transform import microbatch
 from alpa_strategy.planner.assembly import plan_of
 from alpa_strategy.planner.cost_task import stage_cost_task
 from alpa_strategy.planner.failures import no_plan_error
+from alpa_strategy.planner.figures import with_figures
 from alpa_strategy.planner.microbatch_search import microbatch_counts
 from alpa_strategy.planner.task import PlanTask
 from alpa_strategy.schedules import in_flight, refusal
@@ -100,7 +101,7 @@ def search_regular(task: PlanTask) -> Plan:
     if best is None:
         fix = "use more devices, fewer or shorter sequences, or relax the pinned options"
         raise no_plan_error("no plan fits", failures, fix)
-    return best
+    return with_figures(best, task)
 
 
 class RegularSearch:

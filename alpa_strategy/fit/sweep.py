@@ -11,7 +11,6 @@ from alpa_strategy.cluster.spec import ClusterSpec
 from alpa_strategy.display.plan_words import plan_words
 from alpa_strategy.errors import OptionError, PlanError
 from alpa_strategy.fit.changes import FitCase, plan_case
-from alpa_strategy.fit.summary import mfu, model_flops
 from alpa_strategy.ir.plan import Plan
 from alpa_strategy.planner.task import Progress
 from alpa_strategy.units import format_bytes, format_count
@@ -70,16 +69,16 @@ def _with_devices(cluster: ClusterSpec, num_devices: int) -> ClusterSpec:
 def sweep(case: FitCase, clusters: Sequence[ClusterSpec], progress: Progress) -> list[SweepPoint]:
     """Return the plan of a case on each cluster."""
     points = []
-    flops = model_flops(case.task.step)
     for cluster in clusters:
         try:
             plan = plan_case(replace(case, cluster=cluster), progress)
         except PlanError as error:
             points.append(SweepPoint(cluster, error))
             continue
-        speed = case.request.tokens / plan.predicted.step_seconds
-        share = mfu(plan, flops, cluster, case.request)
-        points.append(SweepPoint(cluster, plan, speed, share))
+        figures = plan.figures
+        seconds = plan.predicted.step_seconds
+        share = None if figures is None else figures.mfu(seconds)
+        points.append(SweepPoint(cluster, plan, case.request.tokens / seconds, share))
     return points
 
 

@@ -3,7 +3,7 @@ bytes.
 """
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -17,6 +17,7 @@ from alpa_strategy.ir.gathers import is_gather, launched_counts, local_bytes
 from alpa_strategy.ir.op import TensorMeta
 from alpa_strategy.ir.placement import DualLayout
 from alpa_strategy.ir.plan import Collective, Predicted, StagePlan
+from alpa_strategy.ir.value_names import maker_names, op_with_line
 from alpa_strategy.sharding.redistribute import reshard_steps
 
 # Of the parameters of a block, the usual unit of FSDP: 50 to 400 MB.
@@ -117,16 +118,96 @@ class Message:
 
 def collectives(intra: IntraOp, assignment: Sequence[int]) -> tuple[Collective, ...]:
     """Return all collectives of an assignment per step, summed by kind, mesh axis and phase."""
-    totals: dict[tuple[str, int, str], list[float]] = defaultdict(lambda: [0, 0, 0.0])
-    for message in messages(intra, assignment):
-        entry = totals[message.kind, message.axis, message.phase]
-        entry[0] += 1
-        entry[1] += message.num_bytes
-        entry[2] += message.seconds(intra)
+    totals: dict[tuple[str, int, str], _CollectiveTotal] = defaultdict(_CollectiveTotal)
+    for moved, message in _moved_tensors(intra, assignment):
+        totals[message.kind, message.axis, message.phase].add(moved, message, intra)
+    names = maker_names(intra.step)
     return tuple(
-        Collective(kind, axis, phase, int(count), int(num_bytes), seconds)
-        for (kind, axis, phase), (count, num_bytes, seconds) in sorted(totals.items())
+        Collective(
+            kind,
+            axis,
+            phase,
+            total.count,
+            int(total.num_bytes),
+            total.seconds,
+            total.text(intra, names),
+        )
+        for (kind, axis, phase), total in sorted(totals.items(), key=lambda item: item[0])
     )
+
+
+class MovedTensor(NamedTuple):
+    """A tensor that a message moves: value `number`, or one of op or parameter `number`."""
+
+    # `value`, `op` or `parameter`
+    kind: str
+    number: int
+
+    def text(self, intra: IntraOp, message: Message, names: Mapping[int, str]) -> str:
+        """Return the tensor for users: `the gradient of blocks.0.mlp.fc.weight`.
+
+        Args:
+            message: that moves it.
+            names: of `maker_names`.
+        """
+        step = intra.step
+        if self.kind == "op":
+            return f"a tensor inside {op_with_line(step.ops[self.number])}"
+        if self.kind == "parameter":
+            name = step.parameters[self.number].name
+            is_gradient = message.kind in REDUCTIONS
+        else:
+            name = names[self.number]
+            maker = step.makers.get(self.number)
+            if maker is not None:
+                name = f"the result of {op_with_line(step.ops[maker])}"
+            # A parameter is gathered in the backward as well.
+            is_reduced = message.kind in REDUCTIONS or not message.of_parameter
+            is_gradient = message.phase == "backward" and is_reduced
+        return f"the gradient of {name}" if is_gradient else name
+
+
+@dataclass
+class _CollectiveTotal:
+    """The sum of messages, with the largest of them."""
+
+    count: int = 0
+    num_bytes: int = 0
+    seconds: float = 0.0
+    largest: tuple[MovedTensor, Message] | None = None
+    num_as_large: int = 0
+
+    def add(self, moved: MovedTensor, message: Message, intra: IntraOp) -> None:
+        """Add a message with the tensor that it moves."""
+        self.count += 1
+        self.num_bytes += message.num_bytes
+        self.seconds += message.seconds(intra)
+        most = -1 if self.largest is None else self.largest[1].num_bytes
+        if message.num_bytes > most:
+            self.largest = moved, message
+            self.num_as_large = 1
+        elif message.num_bytes == most:
+            self.num_as_large += 1
+
+    def text(self, intra: IntraOp, names: Mapping[int, str]) -> str:
+        """Return the tensor of the largest message, and how many messages are as large."""
+        if self.largest is None:
+            return ""
+        moved, message = self.largest
+        others = f" ({self.num_as_large} of this size)" if self.num_as_large > 1 else ""
+        return moved.text(intra, message, names) + others
+
+
+def _moved_tensors(
+    intra: IntraOp, assignment: Sequence[int]
+) -> Iterator[tuple[MovedTensor, Message]]:
+    """Yield all collectives of an assignment per step with what they move."""
+    for resharding, message in transfer_messages(intra, assignment):
+        yield MovedTensor("value", resharding.value), message
+    for op, message in op_messages(intra, assignment):
+        yield MovedTensor("op", op), message
+    for parameter, message in parameter_messages(intra, assignment):
+        yield MovedTensor("parameter", parameter), message
 
 
 def messages(intra: IntraOp, assignment: Sequence[int]) -> Iterator[Message]:

@@ -189,8 +189,7 @@ def _nothing_left(name: str, options: PlanOptions, optimizer: OptimizerInfo) -> 
     """Return the error if options and optimizer allow no way to store parameter `name`."""
     if not optimizer.may_step_shards:
         return PlanError(
-            f"the optimizer {optimizer.name} updates parameters by other parameters' gradients, or"
-            f" cannot be tried, so it needs parameter {name!r} unsharded, and"
+            f"{optimizer.why_in_full}: parameter {name!r} must stay unsharded, and"
             f" parallel={options.parallel!r} stores it in shards",
             "use an optimizer that updates one parameter at a time, such as AdamW or Muon, or"
             ' parallel="data"',

@@ -64,6 +64,8 @@ class OptimizerInfo:
     scratch: float = 0.0
     # (name in the module, update) of each parameter that it cannot step element by element
     full_updates: tuple[tuple[str, FullUpdate], ...] = ()
+    # why it cannot be tried; empty if it can
+    problem: str = field(default="", compare=False, repr=False)
     # seconds of its Python in a step, without the bytes that it moves; 0 if they were not measured.
     # No plan depends on it, so no key may: keys hash the text (repr).
     step_seconds: float = field(default=0.0, compare=False, repr=False)
@@ -76,6 +78,19 @@ class OptimizerInfo:
         parameter at one device (`runtime/owner_step.py`).
         """
         return self.element_wise or self.parameter_wise
+
+    @property
+    def why_in_full(self) -> str:
+        """A sentence that says why all parameters must be there in full, if they must."""
+        if self.problem:
+            return (
+                f"{self.name} cannot be tried on small parameters ({self.problem}), so it may need"
+                " all of them in full"
+            )
+        return (
+            f"{self.name} updates parameters by other parameters' gradients or in train() and"
+            " eval()"
+        )
 
     @cached_property
     def _full_update_of(self) -> dict[str, FullUpdate]:

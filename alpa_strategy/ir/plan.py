@@ -26,6 +26,7 @@ from alpa_strategy.ir.parameter_plan import (
     parse_modes,
 )
 from alpa_strategy.ir.placement import DualLayout, Layout
+from alpa_strategy.ir.task_figures import TaskFigures
 
 # Other packages import all nouns of a plan from here.
 __all__ = [
@@ -41,6 +42,7 @@ __all__ = [
     "Predicted",
     "StagePlan",
     "Storage",
+    "TaskFigures",
     "job_ranks",
     "modes_text",
     "parse_modes",
@@ -110,6 +112,9 @@ class Collective:
     count: int
     num_bytes: int
     seconds: float
+
+    # For display: the tensor that the largest of them moves; "" if it is not known.
+    largest: str = ""
 
 
 @dataclass(frozen=True)
@@ -373,6 +378,9 @@ class Plan:
 
     # For display.
     cluster_name: str = ""
+
+    # Of the step that it was made for; None: not known.
+    figures: TaskFigures | None = None
 
     # The phases of an iteration that includes the plan's step.
     phases: tuple[PhaseCost, ...] = ()

@@ -54,6 +54,8 @@ _OPTIONAL_FIELDS = {
     "hidden_seconds",
     "memory",
     "step_notes",
+    "figures",
+    "largest",
 }
 
 # Fields that come last in their object, in this order, because they are long.

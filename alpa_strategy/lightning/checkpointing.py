@@ -5,6 +5,7 @@ it belongs.
 import sys
 import warnings
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,7 @@ from alpa_strategy.comm.collectives import (
     world_size,
 )
 from alpa_strategy.errors import CheckpointError, OptionError
+from alpa_strategy.ir.held_optimizers import states_in
 from alpa_strategy.lightning.checkpoint_paths import (
     check_checkpoint_paths,
     local_folder,
@@ -91,8 +93,9 @@ class Checkpoints:
         self._resume: Resume | None = None
         self.plans = RunPlans()
         self._num_loaders = 0
-        # Of each optimizer, read when the plan is there.
-        self._optimizer_states: dict[int, Mapping[int, Mapping[str, Any]]] = {}
+        # Of each optimizer, read when the plan is there: the state, or all of a state dict that
+        # only the optimizer knows to read.
+        self._optimizer_states: dict[int, Any] = {}
         # Of the checkpoint, by name: of parameters that were on the meta device when it was loaded.
         self.parameters_to_load: dict[str, Tensor] = {}
         self._left_alone = False
@@ -199,6 +202,9 @@ class Checkpoints:
         # plan.
         is_edited_early = "state" in names_in(own_hooks(self._trainer.lightning_module, _EARLY))
         for optimizer, state_dict in zip(optimizers, stored, strict=True):
+            if sharded_state_dict.holds_others(optimizer):
+                self._optimizer_states[id(optimizer)] = state_dict
+                continue
             parts = (
                 (state_dict.get("state"), state_dict.get("param_groups"))
                 if isinstance(state_dict, dict)
@@ -271,16 +277,17 @@ class Checkpoints:
         store = self._store
         stored = self._optimizer_states.pop(id(optimizer), None)
         if stored is not None:
-            on_all_ranks(
-                lambda: sharded_state_dict.restore_state(optimizer, stored, store), lambda _: None
-            )
+            restore = sharded_state_dict.restore_state
+            if sharded_state_dict.holds_others(optimizer):
+                restore = sharded_state_dict.restore_held
+            load = partial(restore, optimizer, stored, store)
+            on_all_ranks(load, lambda _: None)
             # Each state is placed as its parameter, on the device or in host memory.
-            for parameter, state in optimizer.state.items():
-                moved = {
-                    key: move_data_to_device(value, parameter.device)
-                    for key, value in state.items()
-                }
-                state.update({key: value for key, value in moved.items() if key != "step"})
+            for states in states_in(optimizer):
+                for parameter, state in states.items():
+                    for key, value in state.items():
+                        if key != "step":
+                            state[key] = move_data_to_device(value, parameter.device)
 
     def process_dataloader(self, loader: Any) -> Any:
         """Return a training dataloader with a known position, from that of the checkpoint on."""

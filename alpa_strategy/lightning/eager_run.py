@@ -196,7 +196,8 @@ class EagerRun(ShardedRun):
         parameters = parameter_inputs(module, trains=bool(optimizers))
         limit = device_limit(job)
         devices = (job.num_nodes, job.devices_per_node)
-        plan = plan_eager(parameters, job.options, infos, devices, limit, why)
+        precision = str(module.trainer.precision_plugin.precision)
+        plan = plan_eager(parameters, job.options, infos, devices, limit, why, precision)
         for info in infos:
             check_optimizer(info, plan.stages)
         if optimizers:

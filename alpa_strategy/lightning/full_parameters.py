@@ -311,8 +311,9 @@ def unshard_for_hooks(
         (owner, name, _with_full_parameters(owner, name, full_parameters)) for owner, name in hooks
     ]
     for optimizer in module.trainer.optimizers:
-        registries = (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks)
-        for registry in registries:
+        for name in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
+            # Classes that hold other optimizers may have none.
+            registry = getattr(optimizer, name, {})
             readers = {i: hook for i, hook in registry.items() if _reads_parameters(hook, module)}
             if not readers or not _gets_full(optimizer, "optimizer_step", fits):
                 continue

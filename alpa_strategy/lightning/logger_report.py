@@ -15,7 +15,7 @@ import torch
 from lightning.pytorch.loggers import Logger, MLFlowLogger, WandbLogger
 
 if TYPE_CHECKING:
-    from alpa_strategy.ir.plan import Plan
+    from alpa_strategy.ir.plan import Plan, TaskFigures
     from alpa_strategy.lightning.sharded_run import ShardedRun
 
 PREFIX = "alpa/"
@@ -76,16 +76,24 @@ class LoggerReport:
             "predicted_step_seconds": run.plan.predicted.step_seconds,
             "planned_bytes": float(run.plan.predicted.peak_bytes),
         }
-        num_samples = run.samples_per_step
-        if num_samples:
-            metrics["samples_per_second"] = num_samples / seconds
-        if run.seconds_at_peak:
-            metrics["mfu"] = run.seconds_at_peak / seconds
+        metrics |= _rates(run.plan.figures, seconds)
         device = run.store.device
         if device.type == "cuda":
             metrics["allocated_bytes"] = float(torch.cuda.max_memory_allocated(device))
         for logger in self._trainer.loggers:
             logger.log_metrics(_prefixed(metrics), self._trainer.global_step)
+
+
+def _rates(figures: "TaskFigures | None", seconds: float) -> dict[str, float]:
+    """Return the rates of a step that takes `seconds`, as far as they are known."""
+    if figures is None:
+        return {}
+    rates = {
+        "samples_per_second": figures.samples_per_second(seconds),
+        "tokens_per_second": figures.tokens_per_second(seconds),
+        "mfu": figures.mfu(seconds),
+    }
+    return {name: rate for name, rate in rates.items() if rate is not None}
 
 
 def plan_hyperparameters(plan: "Plan") -> dict[str, Any]:
@@ -96,6 +104,7 @@ def plan_hyperparameters(plan: "Plan") -> dict[str, Any]:
         "microbatches": plan.num_microbatches,
         "schedule": plan.schedule,
         "meshes": " ".join("x".join(map(str, stage.logical_mesh)) for stage in plan.stages),
+        "precision": "" if plan.figures is None else plan.figures.precision,
         "predicted_step_seconds": plan.predicted.step_seconds,
         "planned_bytes": plan.predicted.peak_bytes,
     }

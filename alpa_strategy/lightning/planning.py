@@ -47,6 +47,7 @@ from alpa_strategy.lightning.rank_consistency import SAME_SHAPES, shapes_text
 from alpa_strategy.loading import without_collections
 from alpa_strategy.microbatch.transform import microbatch
 from alpa_strategy.partial_results import Key, PartialResults
+from alpa_strategy.planner.figures import with_figures
 from alpa_strategy.planner.plan_check import check_devices, check_plan
 from alpa_strategy.planner.plan_store import PlanStore
 from alpa_strategy.planner.task import PlanTask, check_fits
@@ -269,7 +270,9 @@ def find_or_make_plan(
         return _plan_on_rank_zero(replace(task, progress=job.progress), job, pinned, resumed)
 
     def with_current_notes() -> dict[str, Any]:
-        return plan_on_this_rank().with_notes_of(step.notes).to_dict()
+        plan = plan_on_this_rank().with_notes_of(step.notes)
+        # Plans of an older version have no figures.
+        return (plan if plan.figures is not None else with_figures(plan, task)).to_dict()
 
     data = rank_zero.result_of(with_current_notes, "planning")
     # Rank 0 writes its plans into checkpoints.
@@ -483,8 +486,7 @@ def check_optimizer(optimizer: OptimizerInfo, stages: tuple[StagePlan, ...]) -> 
     """
     if len(stages) > 1 and not optimizer.parameter_wise:
         raise AlpaError(
-            f"{optimizer.name} updates parameters by other parameters' gradients or in train() and"
-            " eval(), and others are on other stages",
+            f"{optimizer.why_in_full}, and others are on other stages",
             "use an optimizer that updates one parameter at a time, such as AdamW, or num_stages=1",
         )
     if optimizer.may_step_shards:
@@ -494,9 +496,8 @@ def check_optimizer(optimizer: OptimizerInfo, stages: tuple[StagePlan, ...]) -> 
         for name, plan in stage.parameter_plans.items():
             if not plan.is_unsharded:
                 raise AlpaError(
-                    f"{optimizer.name} updates parameters by other parameters' gradients (or has"
-                    f" train() and eval(), or cannot be tried), and the plan stores {name!r} in"
-                    f" shards ({modes_text(plan.module_modes)})",
+                    f"{optimizer.why_in_full}, and the plan stores {name!r} in shards"
+                    f" ({modes_text(plan.module_modes)})",
                     "use an optimizer that updates one parameter at a time, such as AdamW or Muon,"
                     ' or parallel="data"',
                 )

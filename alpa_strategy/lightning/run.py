@@ -26,7 +26,7 @@ from alpa_strategy.comm.collectives import (
     world_size,
 )
 from alpa_strategy.cost.host import with_host
-from alpa_strategy.cost.peak import seconds_at_peak
+from alpa_strategy.display.plan_words import rates_text
 from alpa_strategy.display.table import measured_line
 from alpa_strategy.errors import CaptureError, PlanError, RuntimeMismatchError
 from alpa_strategy.ir.graph import BufferInput, Place, StepGraph
@@ -47,7 +47,6 @@ from alpa_strategy.lightning.planning import (
 from alpa_strategy.lightning.rank_consistency import MAX_SHAPES, StepConsensus
 from alpa_strategy.lightning.shape_key import keyed_leaves, shape_key
 from alpa_strategy.lightning.sharded_run import RunInputs, ShardedRun
-from alpa_strategy.microbatch.transform import num_samples
 from alpa_strategy.pipeline.step_programs import PlanRuntime, StepProgram
 from alpa_strategy.planner.optimizer_info import inspect_optimizer
 from alpa_strategy.planner.smaller_batch import batch_shapes, plan_on_smaller_batch
@@ -134,7 +133,6 @@ class Run(ShardedRun):
             if plan.fingerprint.batch == step.batch_digest:
                 job.plans.planned_batch = batch_shapes(step)
             program = self._program(step)
-        self._rate_step(step)
         if job.device.type == "cpu":
             self._adapted.callback(
                 enforce_memory_plan(self, plan, limit, module, inputs.optimizers)
@@ -156,12 +154,6 @@ class Run(ShardedRun):
         self._buffer_versions: list[tuple[int, int]] = []
         self._step_starts: list[float] = []
         self._loop_clock = LoopClock()
-
-    def _rate_step(self, step: StepGraph) -> None:
-        """Find what samples per second and MFU are made of."""
-        self.samples_per_step = num_samples(step)
-        cluster = self._cluster
-        self.seconds_at_peak = seconds_at_peak(step, cluster.device, cluster.num_devices)
 
     # A training step
 
@@ -479,8 +471,8 @@ class Run(ShardedRun):
             if self._job.device.type == "cuda":
                 seconds = (starts[-1] - starts[0]) / (len(starts) - 1)
             self.measured_step_seconds = seconds
-            predicted = self._predicted()
-            self._job.progress.say(measured_line(predicted, seconds))
+            rates = rates_text(self.plan.figures, seconds)
+            self._job.progress.say(measured_line(self._predicted(), seconds, rates))
 
     def _predicted(self) -> Predicted:
         """The plan's prediction, with the loop as it was in the first steps: no plan can know

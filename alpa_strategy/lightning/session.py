@@ -483,11 +483,4 @@ def _show_plan(run: "ShardedRun", job: Job, process_bytes: int = 0) -> None:
         )
     # A run that only records the calls of submodules has nothing to show.
     if job.submodules is None or run.plan.stages[0].strategies:
-        summary = plan_summary(
-            run.plan,
-            run.memory_limit,
-            process_bytes,
-            run.samples_per_step,
-            run.seconds_at_peak,
-        )
-        job.progress.say(summary)
+        job.progress.say(plan_summary(run.plan, run.memory_limit, process_bytes))

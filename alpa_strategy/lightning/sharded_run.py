@@ -79,14 +79,8 @@ class ShardedRun(ABC):
     # The runtime of programs, if there are any.
     _placed: PlanRuntime | None = None
 
-    # Samples of a step of all devices that run it together; None: not known.
-    samples_per_step: int | None = None
-
     # Median seconds of a step; None: not measured yet.
     measured_step_seconds: float | None = None
-
-    # Seconds of a step's products if these devices were always at their peak; None: not known.
-    seconds_at_peak: float | None = None
 
     def __init__(
         self,
@@ -114,7 +108,7 @@ class ShardedRun(ABC):
         store.shard(values, job.limits.bucket_bytes, None if check is None else check.look)
         if reads:
             store.assign_owners(reads)
-        self._owner_steps = [OwnerStep(optimizer, store.sharded) for optimizer in optimizers]
+        self._owner_steps = [OwnerStep(optimizer, store) for optimizer in optimizers]
         for optimizer in optimizers:
             shard_state(optimizer, store, values)
         self.full_parameters = FullParameters(store)

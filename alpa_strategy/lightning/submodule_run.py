@@ -320,4 +320,14 @@ def _combined(plan: Plan, plan_of_calls: Plan) -> Plan:
         prefetched_bytes=0,
     )
     notes = (*plan.notes, *plan_of_calls.notes)
-    return replace(plan_of_calls, stages=(combined_stage,), schedule=plan.schedule, notes=notes)
+    figures = plan.figures
+    if figures is not None and plan_of_calls.figures is not None:
+        # Samples and seconds of the calls are not those of the step.
+        figures = replace(figures, precision=plan_of_calls.figures.precision)
+    return replace(
+        plan_of_calls,
+        stages=(combined_stage,),
+        schedule=plan.schedule,
+        notes=notes,
+        figures=figures,
+    )

@@ -17,7 +17,7 @@ from alpa_strategy.capture.products import Product, product_of
 from alpa_strategy.comm.mesh import MeshComm
 from alpa_strategy.comm.random import ShardedRandom
 from alpa_strategy.comm.reshard import Reshard
-from alpa_strategy.cost.flops import product_kind
+from alpa_strategy.cost.flops import CONVOLUTIONS, op_base_name
 from alpa_strategy.ir.gathers import is_gather, local_bytes
 from alpa_strategy.ir.graph import Op, StepGraph
 from alpa_strategy.ir.guards import SymbolicScalar, at_counters, is_symbolic
@@ -589,4 +589,4 @@ class ProgramWriter:
 
 
 def _is_image_convolution(call: OpCall) -> bool:
-    return product_kind(call) == "convolution" and len(call.operands[0].shape) == 4
+    return op_base_name(call) in CONVOLUTIONS and len(call.operands[0].shape) == 4

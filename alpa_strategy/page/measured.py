@@ -3,6 +3,7 @@
 from typing import Any
 
 from alpa_strategy.display.measured import measured_parts, predicted_parts
+from alpa_strategy.display.plan_words import rates_text
 from alpa_strategy.ir.measured_steps import MeasuredSteps, ProfiledSteps
 from alpa_strategy.ir.plan import Plan
 from alpa_strategy.page.numbers import short_number
@@ -18,6 +19,7 @@ def measured_model(plan: Plan, measured: MeasuredSteps | None) -> dict[str, Any]
         return None
     profiled = measured.profiled
     data: dict[str, Any] = {"step": measured.step_seconds}
+    data["rates"] = rates_text(plan.figures, measured.step_seconds or 0.0)
     if profiled is None:
         return data
     of_plan = predicted_parts(plan)

@@ -8,11 +8,20 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from alpa_strategy.display.advice import best_change
 from alpa_strategy.display.findings import findings
+from alpa_strategy.display.plan_words import assumed_rates_text, rates_text
 from alpa_strategy.display.table import equal_stages, mesh_text, proof_of, recomputes, step_parts
 from alpa_strategy.display.timeline import device_range
 from alpa_strategy.ir.measured_steps import MeasuredSteps
-from alpa_strategy.ir.plan import Collective, Plan, StagePlan, modes_text, stage_ranks
+from alpa_strategy.ir.plan import (
+    Collective,
+    Plan,
+    StagePlan,
+    TaskFigures,
+    modes_text,
+    stage_ranks,
+)
 from alpa_strategy.ir.plan_details import (
     MessageDetails,
     OpDetails,
@@ -57,14 +66,15 @@ def page_model(
         "proof": proof_of(plan),
         "gap": plan.gap,
         "step": short_number(plan.predicted.step_seconds),
+        **_figures(plan, details),
         "peak": plan.predicted.peak_bytes,
-        "limit": _limit(details),
-        "batch": details.batch_size if details is not None else 0,
+        "limit": _limit(plan, details),
         "parts": [[part, short_number(seconds)] for part, seconds in step_parts(plan).items()],
         "baselines": [[text, _finite(seconds)] for text, seconds in plan.baselines.items()],
         "phases": [[p.name, p.times, short_number(p.total_seconds), p.layout] for p in plan.phases],
         "notes": list(plan.notes),
         "findings": findings(plan),
+        "change": best_change(plan),
         "solver": [
             [phase, short_number(seconds)] for phase, seconds in plan.solver_seconds.items()
         ],
@@ -119,8 +129,25 @@ def _devices_per_node(plan: Plan, details: PlanDetails | None) -> int:
     return max(submesh[1] for submesh in _meshes(plan))
 
 
-def _limit(details: PlanDetails | None) -> float | None:
-    """Return the memory limit in bytes, None if there is none."""
+def _figures(plan: Plan, details: PlanDetails | None) -> dict[str, Any]:
+    """Return the figures of the plan's step as JSON data."""
+    figures = plan.figures
+    if figures is None:
+        # Of an older plan file.
+        figures = TaskFigures(0 if details is None else details.batch_size)
+    return {
+        "precision": figures.precision,
+        "samples": figures.num_samples,
+        "tokens": figures.num_tokens,
+        "rates": rates_text(figures, plan.predicted.step_seconds),
+        "warning": assumed_rates_text(plan),
+    }
+
+
+def _limit(plan: Plan, details: PlanDetails | None) -> float | None:
+    """Return the memory limit in bytes, None if there is none, or it is not known."""
+    if details is None and plan.figures is not None:
+        return plan.figures.memory_limit
     if details is None or details.memory_limit >= 1e30:
         return None
     return details.memory_limit
@@ -147,6 +174,7 @@ def _stage(index: int, stage: StagePlan, details: StageDetails | None) -> dict[s
         "communication": short_number(p.communication_seconds),
         "optimizer": short_number(p.optimizer_seconds),
         "peak": p.peak_bytes,
+        "parts": dict(p.memory),
         "collectives": [_collective(collective) for collective in stage.collectives],
     }
     if details is None:
@@ -256,7 +284,7 @@ def _messages(messages: Sequence[MessageDetails]) -> list[dict[str, Any]]:
 
 
 def _collective(collective: Collective) -> list[Any]:
-    """Return a stage's collective as [kind, axis, phase, count, bytes, seconds]."""
+    """Return a stage's collective as [kind, axis, phase, count, bytes, seconds, largest tensor]."""
     return [
         collective.kind,
         collective.axis,
@@ -264,6 +292,7 @@ def _collective(collective: Collective) -> list[Any]:
         collective.count,
         collective.num_bytes,
         short_number(collective.seconds),
+        collective.largest,
     ]
 
 

@@ -46,6 +46,7 @@ from alpa_strategy.ir.plan_details import (
     ValueDetails,
 )
 from alpa_strategy.ir.stage_graph import stage_on
+from alpa_strategy.ir.value_names import maker_names
 from alpa_strategy.microbatch.transform import microbatch
 from alpa_strategy.planner.task import PlanTask
 
@@ -126,22 +127,32 @@ def _assigned(intra: IntraOp, stage: StagePlan, begins: bool) -> AssignedStage:
     intra = RematSpans(intra, starts).split()
     if on_host:
         intra = memory_choices.with_offload(intra, on_host)
-    assignment = _assignment(intra, stage)
+    num_strategies = [len(options.strategies) for options in intra.ops]
+    if stage.recomputed:
+        intra = memory_choices.with_recompute(intra, stage.recomputed)
+    assignment = _assignment(intra, stage, num_strategies)
     problem = take_apart(intra, starts)
     working = working_bytes(intra, assignment, begins)
     return AssignedStage(problem, assignment, cost_of(problem, assignment, working))
 
 
-def _assignment(intra: IntraOp, stage: StagePlan) -> tuple[int, ...]:
-    """Return the strategy index of every choice of a stage's problem."""
+def _assignment(intra: IntraOp, stage: StagePlan, num_strategies: Sequence[int]) -> tuple[int, ...]:
+    """Return the strategy index of every choice of a stage's problem.
+
+    Args:
+        num_strategies: of each op, without those that recompute its result. Where there are such,
+            they are taken.
+    """
     assignment = [0] * len(intra.problem.choices)
     for index, parameter in enumerate(intra.step.parameters):
         plans = intra.parameters[index].plans
         assignment[index] = _index(plans, stage.parameter_plans.get(parameter.name), parameter.name)
     for index, op in enumerate(intra.step.ops):
         strategies = intra.ops[index].strategies
+        start = num_strategies[index] if len(strategies) > num_strategies[index] else 0
         place = len(intra.parameters) + index
-        assignment[place] = _index(strategies, stage.strategies.get(op.name), op.name)
+        chosen = stage.strategies.get(op.name)
+        assignment[place] = start + _index(strategies[start:], chosen, op.name)
     for of_value, boundaries in ((stage.received, intra.received), (stage.sent, intra.sent)):
         for value, boundary in boundaries.items():
             layout = of_value.get(value)
@@ -207,7 +218,7 @@ class _StageDetails:
         self._assigned = assigned
         self._intra = assigned.intra
         self._step: StepGraph = self._intra.step
-        self._makers = _maker_names(self._step)
+        self._makers = maker_names(self._step)
         self._messages_of_op: dict[int, list[MessageDetails]] = defaultdict(list)
         self._collect_messages()
         # Choice -> the transfers of what it makes.
@@ -378,20 +389,6 @@ class _StageDetails:
             temporary=round(cost.working),
             update=max(0, round(cost.update)),
         )
-
-
-def _maker_names(step: StepGraph) -> dict[int, str]:
-    """Value -> name of what makes it."""
-    names = {parameter.value: parameter.name for parameter in step.parameters}
-    names.update({buffer.value: buffer.name for buffer in step.buffers})
-    names.update({leaf.value: f"batch[{leaf.leaf}]" for leaf in step.batch})
-    names.update({constant.value: "constant" for constant in step.constants})
-    for value in step.received:
-        names[value] = f"v{value} of an earlier stage"
-    for op in step.ops:
-        for value in op.results:
-            names[value] = op.name
-    return names
 
 
 def _combined(messages: Sequence[MessageDetails]) -> tuple[MessageDetails, ...]:

@@ -4,6 +4,7 @@ Nothing is captured and nothing solved: every rank runs the user's own step on i
 under DDP. Only how parameters are stored is decided, from their sizes.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -18,6 +19,7 @@ from alpa_strategy.ir.plan import (
     Plan,
     Predicted,
     StagePlan,
+    TaskFigures,
 )
 from alpa_strategy.options import (
     BUCKET_BYTES,
@@ -205,6 +207,7 @@ def plan_eager(
     devices: tuple[int, int],
     limit: float,
     why: CaptureError,
+    precision: str = "",
 ) -> Plan:
     """Return the plan of a training whose steps run eagerly.
 
@@ -214,6 +217,7 @@ def plan_eager(
         devices: (nodes, devices per node).
         limit: bytes of a device that may be used.
         why: the reason why the step is not captured.
+        precision: the Trainer's.
     """
     num_devices = devices[0] * devices[1]
     state_bytes = max((info.state_bytes for info in optimizers), default=0.0)
@@ -253,7 +257,13 @@ def plan_eager(
         predicted=predicted,
         schedule=EAGER_SCHEDULE,
         notes=(f"each rank runs the step eagerly, on its own batch: {reason}",),
+        figures=_figures(precision, limit),
     )
+
+
+def _figures(precision: str, limit: float) -> TaskFigures:
+    """Return the figures of an eager step: its samples and FLOPs are not known."""
+    return TaskFigures(precision=precision, memory_limit=limit if math.isfinite(limit) else None)
 
 
 def _storage_kinds(options: PlanOptions, optimizers: Sequence[OptimizerInfo]) -> tuple[str, ...]:

@@ -19,8 +19,10 @@ from torch.optim import Optimizer
 
 from alpa_strategy.cost.saved_tensors import LiveStorages, tensors_in
 from alpa_strategy.errors import AlpaError
+from alpa_strategy.ir.held_optimizers import groups_in, parameters_in
 from alpa_strategy.ir.optimizer_info import FullUpdate, OptimizerInfo
-from alpa_strategy.planner.optimizer_reads import reads_of, rebuilt, trained
+from alpa_strategy.planner.optimizer_copies import group_of, rebuilt, state_of
+from alpa_strategy.planner.optimizer_reads import kinds_of, reads_of, shape_like, trained
 from alpa_strategy.planner.optimizer_work import full_updates_of
 
 _SHAPE = (4, 6)
@@ -34,8 +36,8 @@ def inspect_optimizer(
 
     With a module, updates of its parameters that need full tensors are priced.
 
-    Raises AlpaError for none or several. An optimizer that cannot be rebuilt from its settings, or
-    needs a closure, counts as not element-wise: parameters then stay whole, which is always right.
+    Raises AlpaError for none or several. An optimizer that cannot be copied, or needs a closure,
+    counts as not element-wise: parameters then stay whole, which is always right.
     """
     optimizers = [configured] if isinstance(configured, Optimizer) else list(configured)
     if len(optimizers) != 1:
@@ -70,8 +72,11 @@ def inspect_optimizer(
         )
     # Any class of any package is tried here, so any error may come: it means "cannot be known",
     # never a crash.
-    except Exception:
-        return OptimizerInfo(state_bytes=8.0, element_wise=False, name=name, parameter_wise=False)
+    except Exception as error:
+        problem = f"{type(error).__name__}: {error}"
+        return OptimizerInfo(
+            8.0, element_wise=False, name=name, parameter_wise=False, problem=problem
+        )
 
 
 def joint_info(infos: Sequence[OptimizerInfo]) -> OptimizerInfo:
@@ -84,6 +89,7 @@ def joint_info(infos: Sequence[OptimizerInfo]) -> OptimizerInfo:
         largest,
         full_updates=tuple(update for info in infos for update in info.full_updates),
         element_wise=all(info.element_wise for info in infos),
+        problem="; ".join(info.problem for info in infos if info.problem),
         parameter_wise=all(info.parameter_wise for info in infos),
     )
 
@@ -122,7 +128,7 @@ def wants_sparse_gradients(optimizer: Optimizer) -> bool:
     """Whether the optimizer steps on sparse gradients alone (`SparseAdam`), which no captured step
     makes.
     """
-    gradient, make = torch.eye(*_SHAPE), partial(rebuilt, optimizer, optimizer.param_groups[0])
+    gradient, make = torch.eye(*_SHAPE), partial(rebuilt, optimizer, parameters_in(optimizer)[0])
 
     def takes(grad: Tensor) -> bool:
         try:
@@ -135,43 +141,51 @@ def wants_sparse_gradients(optimizer: Optimizer) -> bool:
 
 
 def _per_element(optimizer: Optimizer) -> tuple[float, float, float]:
-    """Return `OptimizerInfo`'s state_bytes, moved_bytes and scratch, measured by two steps of a
-    copy of the optimizer.
+    """Return `OptimizerInfo`'s state_bytes, moved_bytes and scratch, measured by two steps of
+    copies of the optimizer.
 
-    The copy steps a parameter of the dtype that the optimizer's parameters have; the result is the
-    mean over all elements if they have several. Step counters do not count.
+    A copy steps a parameter like the largest of each kind, of its dtype and about its proportions;
+    the result is the mean over all elements. Step counters do not count.
     """
-    num_elements = Counter[torch.dtype]()
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            # Others never train.
-            if parameter.is_floating_point() or parameter.is_complex():
-                num_elements[parameter.dtype] += parameter.numel()
+    num_elements = Counter[tuple[str, torch.dtype]]()
+    examples: dict[tuple[str, torch.dtype], nn.Parameter] = {}
+    kinds = kinds_of(optimizer)
+    for parameter in parameters_in(optimizer):
+        # Others never train.
+        if parameter.is_floating_point() or parameter.is_complex():
+            kind = kinds[parameter], parameter.dtype
+            num_elements[kind] += parameter.numel()
+            largest = examples.get(kind)
+            if largest is None or parameter.numel() > largest.numel():
+                examples[kind] = parameter
 
     totals = torch.zeros(3, dtype=torch.float64)
-    for dtype, count in num_elements.items():
-        totals += torch.tensor(_probe(optimizer, dtype), dtype=torch.float64) * count
+    for kind, count in num_elements.items():
+        totals += torch.tensor(_probe(optimizer, examples[kind]), dtype=torch.float64) * count
     state_bytes, moved_bytes, scratch = (totals / max(1, num_elements.total())).tolist()
     return state_bytes, moved_bytes, scratch
 
 
-def _probe(optimizer: Optimizer, dtype: torch.dtype) -> tuple[float, float, float]:
-    """Step a copy of the optimizer on a small parameter.
+def _probe(optimizer: Optimizer, like: nn.Parameter) -> tuple[float, float, float]:
+    """Step a copy of the optimizer on a small parameter, as it would step `like`.
 
     Returns:
         (bytes of state per element, bytes moved per element, peak of temporary bytes per byte of
         the parameters).
     """
-    parameter = torch.nn.Parameter(torch.zeros(_SHAPE, dtype=dtype))
+    parameter = nn.Parameter(torch.zeros(shape_like(like), dtype=like.dtype))
     parameter.grad = torch.ones_like(parameter)
-    group, traffic = optimizer.param_groups[0], _Traffic()
-    copied = rebuilt(optimizer, group, [parameter])
+    group, traffic = group_of(optimizer, like) or {}, _Traffic()
+    copied = rebuilt(optimizer, like, [parameter])
     copied.step()
-    state_bytes = _num_bytes(list(copied.state[parameter].values())) / parameter.numel()
+    state_bytes = _num_bytes(state_of(copied, parameter)) / parameter.numel()
     if group.get("fused"):
-        return state_bytes, OptimizerInfo(state_bytes).update_bytes(dtype.itemsize), 0.0
+        return state_bytes, OptimizerInfo(state_bytes).update_bytes(like.dtype.itemsize), 0.0
     all_at_once = group.get("foreach", False) is not False
-    copied.param_groups[0] |= {"foreach": True} if all_at_once else {}
+    if all_at_once:
+        for copied_group in groups_in(copied):
+            copied_group["foreach"] = True
+    parameter.grad = torch.ones_like(parameter)
     with traffic:
         copied.step()
     scratch = traffic.peak_bytes(set()) / parameter.nbytes if all_at_once else 0.0
@@ -203,7 +217,7 @@ def _seconds_of_step(optimizer: Optimizer, num_parameters: int) -> float:
     parameters = [torch.nn.Parameter(torch.zeros(_SHAPE)) for _ in range(num_parameters)]
     for parameter in parameters:
         parameter.grad = torch.ones_like(parameter)
-    copied = rebuilt(optimizer, optimizer.param_groups[0], parameters)
+    copied = rebuilt(optimizer, parameters_in(optimizer)[0], parameters)
     copied.step()
     seconds = []
     for _ in range(_TIMED_STEPS):

@@ -1,15 +1,14 @@
 """What an optimizer looks at when it updates a parameter: single elements, slices along some dims,
 or the full tensor.
 
-It is found by experiment, on a copy of the optimizer's class with the user's own settings: tiny
-parameters are trained in full and in shards. Along a dim in which both give the same result, a
-device may step its shard alone. No class of any package is known by name.
+It is found by experiment, on a copy of the optimizer with the user's own settings: tiny parameters
+are trained in full and in shards. Along a dim in which both give the same result, a device may step
+its shard alone. If the optimizer treats large tensors otherwise (blocks of 8-bit state), parameters
+of the size that it will step show that. No class of any package is known by name.
 """
 
-import copy
-import inspect
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import partial
 from itertools import starmap
@@ -19,18 +18,25 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from alpa_strategy.ir.held_optimizers import optimizers_in, parameters_in
 from alpa_strategy.ir.optimizer_info import Reads
+from alpa_strategy.planner.optimizer_copies import MEMBERS, LeftAlone, periods_of, rebuilt
 
 _NUM_STEPS = 3
-# Members of a parameter group that are no settings.
-_MEMBERS = ("params", "param_names")
+# An optimizer may do something every few steps (Lookahead, new projections): most steps that tiny
+# parameters are trained.
+_MAX_STEPS = 12
 # Sizes of the dims of parameters that are tried; further dims have the last.
 _SIZES = (4, 6, 5, 3)
 # A vector's only dim.
 _VECTOR = 24
+# Elements of the largest parameter that is tried in its own size; larger ones are halved.
+_MAX_ELEMENTS = 2**15
 # Results in shards and in full are equal up to rounding.
 _RTOL = 1e-12
 _ATOL = 1e-14
+# Likewise for larger parameters, of which more is summed.
+_RTOL_LARGE = 1e-9
 # Returns a fresh optimizer of parameters.
 Make = Callable[[list[nn.Parameter]], Optimizer]
 
@@ -39,26 +45,35 @@ def reads_of(optimizer: Optimizer) -> dict[nn.Parameter, Reads]:
     """Return for each of the optimizer's parameters what its update looks at.
 
     Every kind of group is tried, with parameters of as many dims. Raises whatever the optimizer
-    does if it cannot be rebuilt from its settings, or needs a closure.
+    does if it cannot be copied, or needs a closure.
     """
     # Hooks have a schedule-free one's change weights, by state that must be there.
-    has_other_weights = hasattr(optimizer, "train") and hasattr(optimizer, "eval")
-    by_kind: dict[tuple[str, int], Reads] = {}
+    has_other_weights = any(
+        hasattr(one, "train") and hasattr(one, "eval") for one in optimizers_in(optimizer)
+    )
+    num_steps = _num_steps(optimizer)
+    kinds = kinds_of(optimizer)
+    tiny: dict[Any, Reads] = {}
+    large: dict[Any, frozenset[int]] = {}
     result: dict[nn.Parameter, Reads] = {}
-    for group in optimizer.param_groups:
-        # Rates and decays do not say how it works; flags may (`use_muon`).
-        flags = []
-        for name, value in group.items():
-            if name not in _MEMBERS and not isinstance(value, float):
-                flags.append(value)
-        for parameter in group["params"]:
+    with LeftAlone(optimizer):
+        for parameter in parameters_in(optimizer):
             num_dims = max(1, parameter.dim())
-            kind = repr(flags), num_dims
-            if kind not in by_kind and has_other_weights:
-                by_kind[kind] = Reads(frozenset(), num_dims, False)
-            elif kind not in by_kind:
-                by_kind[kind] = _tried(partial(rebuilt, optimizer, group), num_dims)
-            result[parameter] = by_kind[kind]
+            if has_other_weights:
+                result[parameter] = Reads(frozenset(), num_dims, False)
+                continue
+            make = partial(rebuilt, optimizer, parameter)
+            kind = kinds[parameter], num_dims
+            if kind not in tiny:
+                tiny[kind] = _tried(make, num_dims, num_steps)
+            reads = tiny[kind]
+            shape = shape_like(parameter)
+            if reads.free_dims and math.prod(shape) > math.prod(_tiny_shape(num_dims)):
+                if (kind, shape) not in large:
+                    large[kind, shape] = _free_dims(make, shape, reads.free_dims)
+                free_dims = large[kind, shape]
+                reads = Reads(free_dims, num_dims, reads.is_parameter_wise)
+            result[parameter] = reads
     return result
 
 
@@ -75,30 +90,72 @@ def reads_of_all(optimizers: Iterable[Optimizer]) -> dict[nn.Parameter, Reads]:
     return result
 
 
-def _tried(make: Make, num_dims: int) -> Reads:
-    """Return what a fresh optimizer looks at in a parameter of `num_dims` dims."""
+def kinds_of(optimizer: Optimizer) -> dict[nn.Parameter, str]:
+    """Return for each parameter a text of what decides how it is stepped: the optimizers that step
+    it, and their groups' flags.
+
+    Rates and decays do not say how an optimizer works; flags may (`use_muon`).
+    """
+    parts: dict[nn.Parameter, list[str]] = {}
+    for index, one in enumerate(optimizers_in(optimizer)):
+        for group in one.param_groups:
+            flags = []
+            for name, value in group.items():
+                if name not in MEMBERS and not isinstance(value, float):
+                    flags.append(value)
+            text = f"{index} {flags}"
+            for parameter in group["params"]:
+                parts.setdefault(parameter, []).append(text)
+    return {parameter: "; ".join(texts) for parameter, texts in parts.items()}
+
+
+def _num_steps(optimizer: Optimizer) -> int:
+    """Return the number of steps in which everything happens that the optimizer does regularly."""
+    periods = [period for period in periods_of(optimizer) if period < _MAX_STEPS]
+    return max(_NUM_STEPS, 1 + max(periods, default=0))
+
+
+def _tiny_shape(num_dims: int) -> tuple[int, ...]:
+    """Return the shape of the tiny parameters that are tried."""
     sizes = _SIZES + _SIZES[-1:] * (num_dims - len(_SIZES))
-    shape = sizes[:num_dims] if num_dims > 1 else (_VECTOR,)
+    return sizes[:num_dims] if num_dims > 1 else (_VECTOR,)
+
+
+def shape_like(parameter: Tensor) -> tuple[int, ...]:
+    """Return the parameter's shape, its largest dims halved until it is small enough to be tried.
+
+    Halves of a size that is a multiple of a power of two are, too, as blocks of it need.
+    """
+    shape = list(parameter.shape or (1,))
+    while math.prod(shape) > _MAX_ELEMENTS:
+        largest = shape.index(max(shape))
+        shape[largest] //= 2
+    return tuple(shape)
+
+
+def _random(shape: Sequence[int], num_steps: int) -> tuple[Tensor, list[Tensor]]:
+    """Return (values, gradients of each step) of a parameter."""
     generator = torch.Generator().manual_seed(0)
     start, *grads = torch.randn(
-        1 + _NUM_STEPS, *shape, generator=generator, dtype=torch.float64
+        1 + num_steps, *shape, generator=generator, dtype=torch.float64
     ).unbind(0)
     # Large gradients too, which it may clip.
-    grads = [grad * 30.0**step for step, grad in enumerate(grads)]
-    (full,) = trained(make, [start], [grads])
+    return start, [grad * 30.0 ** (step % _NUM_STEPS) for step, grad in enumerate(grads)]
 
-    def is_same_in_shards(dim: int, size: int) -> bool:
-        shards = []
-        pieces = zip(start.split(size, dim), *(g.split(size, dim) for g in grads), strict=True)
-        for start_of_shard, *grads_of_shard in pieces:
-            shards += trained(make, [start_of_shard], [grads_of_shard])
-        return torch.allclose(torch.cat(shards, dim), full, rtol=_RTOL, atol=_ATOL)
+
+def _tried(make: Make, num_dims: int, num_steps: int) -> Reads:
+    """Return what a fresh optimizer looks at in a tiny parameter of `num_dims` dims."""
+    shape = _tiny_shape(num_dims)
+    start, grads = _random(shape, num_steps)
+    (full,) = trained(make, [start], [grads])
 
     free_dims: set[int] = set()
     # A parameter that does not move shows nothing.
     if not torch.equal(full, start):
         for dim, size in enumerate(shape):
-            if is_same_in_shards(dim, size - 1) and is_same_in_shards(dim, math.ceil(size / 3)):
+            in_two = _trained_in_shards(make, start, grads, dim, size - 1)
+            in_three = _trained_in_shards(make, start, grads, dim, math.ceil(size / 3))
+            if _is_close(in_two, full) and _is_close(in_three, full):
                 free_dims.add(dim)
 
     others = [grad * 3.0 for grad in grads]
@@ -106,6 +163,39 @@ def _tried(make: Make, num_dims: int) -> Reads:
     alone = (full, *trained(make, [-start], [others]))
     is_parameter_wise = all(starmap(torch.allclose, zip(together, alone, strict=True)))
     return Reads(frozenset(free_dims), num_dims, is_parameter_wise)
+
+
+def _is_close(result: Tensor, full: Tensor) -> bool:
+    return torch.allclose(result, full, rtol=_RTOL, atol=_ATOL)
+
+
+def _free_dims(make: Make, shape: tuple[int, ...], dims: Iterable[int]) -> frozenset[int]:
+    """Return the dims, of those that are free in a tiny parameter, that are in one of this shape.
+
+    The last slice along a dim is stepped alone, as small as a shard can be.
+    """
+    start, grads = _random(shape, _NUM_STEPS)
+    (full,) = trained(make, [start], [grads])
+    free_dims: set[int] = set()
+    for dim in dims:
+        if shape[dim] == 1:
+            free_dims.add(dim)
+            continue
+        result = _trained_in_shards(make, start, grads, dim, shape[dim] - 1)
+        if torch.allclose(result, full, rtol=_RTOL_LARGE, atol=_ATOL):
+            free_dims.add(dim)
+    return frozenset(free_dims)
+
+
+def _trained_in_shards(
+    make: Make, start: Tensor, grads: Sequence[Tensor], dim: int, size: int
+) -> Tensor:
+    """Return a parameter of which shards of `size` along `dim` were trained one by one."""
+    shards: list[Tensor] = []
+    pieces = zip(start.split(size, dim), *(grad.split(size, dim) for grad in grads), strict=True)
+    for start_of_shard, *grads_of_shard in pieces:
+        shards += trained(make, [start_of_shard], [grads_of_shard])
+    return torch.cat(shards, dim)
 
 
 def trained(
@@ -117,35 +207,9 @@ def trained(
         grads: by parameter, then by step.
     """
     parameters = [nn.Parameter(start.clone()) for start in starts]
-    rebuilt = make(parameters)
+    fresh = make(parameters)
     for of_step in zip(*grads, strict=True):
         for parameter, grad in zip(parameters, of_step, strict=True):
             parameter.grad = grad.clone()
-        rebuilt.step()
+        fresh.step()
     return [parameter.detach() for parameter in parameters]
-
-
-def rebuilt(
-    optimizer: Optimizer, group: Mapping[str, Any], parameters: list[nn.Parameter]
-) -> Optimizer:
-    """Return a fresh optimizer of the same class for other parameters, with a group's settings as
-    schedulers left them.
-    """
-    accepted = inspect.signature(type(optimizer).__init__).parameters
-    takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in accepted.values())
-    settings = {
-        k: copy.copy(group.get(k, v))
-        for k, v in optimizer.defaults.items()
-        if takes_any or k in accepted
-    }
-    settings |= (
-        {"lr": max(settings["lr"], 1e-3)} if settings.get("lr") is not None else {}
-    )  # a warmup begins at none
-    # Kernels for devices; what they compute is the same, and the probe runs on the CPU.
-    settings |= {key: False for key in ("fused", "capturable") if settings.get(key)}
-    group_options = {
-        k: copy.copy(v) for k, v in group.items() if k not in (*optimizer.defaults, *_MEMBERS)
-    }  # GaLore's `rank`
-    return type(optimizer)(
-        [group_options | {"params": parameters}] if group_options else parameters, **settings
-    )

@@ -7,14 +7,14 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from alpa_strategy.ir.optimizer_info import FullUpdate, Reads
 from alpa_strategy.ir.owners import matrix_work
-from alpa_strategy.planner.optimizer_reads import rebuilt
+from alpa_strategy.planner.optimizer_copies import rebuilt
 
 # Rows or columns of the matrices that are stepped, whichever are fewer. FLOPs of larger ones of the
 # same proportions grow with the cube.
@@ -40,14 +40,12 @@ def full_updates_of(
                 continue
             key = index, parameter.shape, parameter.dtype, of_parameter
             if key not in known:
-                known[key] = _measured(optimizer, group, parameter, of_parameter)
+                known[key] = _measured(optimizer, parameter, of_parameter)
             updates.append((names[parameter], known[key]))
     return tuple(updates)
 
 
-def _measured(
-    optimizer: Optimizer, group: Mapping[str, Any], parameter: Tensor, reads: Reads
-) -> FullUpdate:
+def _measured(optimizer: Optimizer, parameter: nn.Parameter, reads: Reads) -> FullUpdate:
     """Return the update of a parameter, measured on a small one of the same proportions."""
     num_batch_dims = int(0 in reads.free_dims)
     small = _small_shape(parameter.shape, num_batch_dims)
@@ -55,7 +53,7 @@ def _measured(
     stepped.grad = torch.randn(
         small, generator=torch.Generator().manual_seed(0), dtype=torch.float64
     ).to(parameter.dtype)
-    copied = rebuilt(optimizer, group, [stepped])
+    copied = rebuilt(optimizer, parameter, [stepped])
     # The first step makes the state.
     copied.step()
     counter = FlopCounterMode(display=False)

@@ -1,7 +1,10 @@
 """The stages of a plan as the planner's requests, to solve them once more."""
 
+import math
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from itertools import pairwise
 
 from alpa_strategy.inter_op.pins import layers_of
 from alpa_strategy.inter_op.simulation import runtime_seconds, simulated_seconds
@@ -14,6 +17,7 @@ from alpa_strategy.planner.details import stage_problems
 from alpa_strategy.planner.one_stage import whole_batch, whole_step_request
 from alpa_strategy.planner.task import PlanTask
 from alpa_strategy.schedules import in_flight_by_stage
+from alpa_strategy.sharding.cross_mesh import boundary_link
 
 
 def stage_job(task: PlanTask, plan: Plan) -> StageCostTask:
@@ -69,22 +73,67 @@ def stage_request(job: StageCostTask, task: PlanTask, plan: Plan, index: int) ->
     )
 
 
-def seconds_on(task: PlanTask, plan: Plan) -> float:
-    """Return the seconds of a step of `task` with the layouts of a plan that was made for another
-    cluster or other costs, on as many devices.
+@dataclass(frozen=True)
+class PlanCost:
+    """What a step takes with the layouts of a plan that was made for something else."""
+
+    seconds: float
+
+    # Of the device that needs most, at the peak.
+    peak_bytes: int
+
+
+def cost_on(task: PlanTask, plan: Plan) -> PlanCost:
+    """Return the seconds and bytes of a step of `task` with the layouts of a plan that was made for
+    another cluster, batch or costs, on as many devices.
 
     Raises:
         PlanError: the step cannot have these layouts.
     """
     job = stage_job(task, plan)
+    stages_per_mesh, in_flight = in_flight_of(plan, plan.num_microbatches)
+    wires = boundary_seconds(job, plan)
+    bytes_of_mesh: Counter[int] = Counter()
     pipeline = []
-    for stage, assigned in stage_problems(task, plan):
+    step_seconds = 0.0
+    for index, (stage, assigned) in enumerate(stage_problems(task, plan)):
         cost = assigned.cost
-        if job.is_whole_batch:
-            return cost.seconds() + cost.once
+        num_bytes = cost.num_bytes(in_flight[index] / stages_per_mesh, stage.remat)
+        # Parameters and, in the backward, gradients.
+        bytes_of_mesh[stage.first_device] += int(num_bytes + 2 * stage.prefetched_bytes)
+        step_seconds = cost.seconds() + cost.once
         backward = cost.backward + (cost.forward if stage.remat else 0.0)
-        pipeline.append((cost.forward, backward, cost.once, stage.boundary_seconds))
-    return _simulated(job, plan, pipeline)
+        pipeline.append((cost.forward, backward, cost.once, wires[index]))
+    if not job.is_whole_batch:
+        step_seconds = _simulated(job, plan, pipeline)
+    return PlanCost(step_seconds, max(bytes_of_mesh.values()))
+
+
+def boundary_seconds(job: StageCostTask, plan: Plan) -> list[float]:
+    """Return the seconds of a micro-batch's values to the next stage and back, for each stage of a
+    plan on the devices of `job`.
+    """
+    cluster = job.cluster
+    ends = tuple(stage.ops[1] for stage in plan.stages)
+    num_bytes = replace(job, cuts=(0, *ends)).crossing_bytes
+    seconds = []
+    for index, (sender, receiver) in enumerate(pairwise(plan.stages), start=1):
+        first_sender, num_sending = sender.first_device, math.prod(sender.submesh)
+        if receiver.first_device == first_sender:
+            seconds.append(0.0)
+            continue
+        if cluster.is_uniform:
+            per_node = cluster.devices_per_node
+            last_node = (first_sender + num_sending - 1) // per_node
+            crosses_nodes = last_node != receiver.first_device // per_node
+            link = boundary_link(sender.submesh, receiver.submesh, cluster, crosses_nodes)
+        else:
+            target = receiver.first_device, math.prod(receiver.submesh)
+            link = cluster.between((first_sender, num_sending), target)
+        of_cut = num_bytes[index]
+        num_messages = int((of_cut > 0).sum())
+        seconds.append(num_messages * link.latency + float(of_cut.sum()) / link.bandwidth)
+    return [*seconds, 0.0]
 
 
 def step_with(job: StageCostTask, plan: Plan, index: int, solved: SolvedStage) -> float:

@@ -26,6 +26,7 @@ from alpa_strategy.microbatch.transform import microbatch, notes_of_split
 from alpa_strategy.options import PlanOptions
 from alpa_strategy.partial_results import NOT_STORED, PartialResults
 from alpa_strategy.planner.explain import explain
+from alpa_strategy.planner.figures import with_figures
 from alpa_strategy.planner.microbatch_search import microbatch_counts
 from alpa_strategy.planner.one_stage import hidden_seconds, plan_one_stage
 from alpa_strategy.planner.optimizer_info import optimizer_info_of
@@ -143,7 +144,7 @@ def plan_captured(
     if around is not None:
         find = partial(plan_around, running=around)
     plan = plan_iteration(captured.phases, task, find) if captured.phases else find(task)
-    plan = plan.with_notes_of(task.step.notes)
+    plan = with_figures(plan.with_notes_of(task.step.notes), task)
     plan = replace(plan, solver_seconds={"capture": captured.seconds, **plan.solver_seconds})
     return plan.explained_by(partial(explain, replace(task, results=NOT_STORED)))
 
@@ -183,7 +184,8 @@ def choose_plan(task: PlanTask, pinned: Mapping[str, ParameterPlan] | None = Non
     if not plans:
         raise failures[0]
     plan = min(plans, key=lambda plan: plan.predicted.step_seconds)
-    return replace(plan, fingerprint=replace(plan.fingerprint, cluster=task.cluster.digest()))
+    fingerprint = replace(plan.fingerprint, cluster=task.cluster.digest())
+    return with_figures(replace(plan, fingerprint=fingerprint), task)
 
 
 def plan_around(task: PlanTask, running: Plan) -> Plan:

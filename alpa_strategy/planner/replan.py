@@ -32,6 +32,7 @@ from alpa_strategy.ir.stage_graph import stage_on
 from alpa_strategy.microbatch.transform import MicroStep, microbatch
 from alpa_strategy.planner.assembly import plan_of
 from alpa_strategy.planner.cost_task import stage_cost_task
+from alpa_strategy.planner.figures import with_figures
 from alpa_strategy.planner.plan_stages import in_flight_of
 from alpa_strategy.planner.task import PlanTask
 from alpa_strategy.schedules import refusal
@@ -135,7 +136,7 @@ def replan(task: PlanTask, running: Plan) -> Plan:
         running.schedule,
         [0.0] * len(stages),
     )
-    return replace(plan, notes=graph.notes)
+    return with_figures(replace(plan, notes=graph.notes), task)
 
 
 def _check_parameters(graph: StepGraph, stages: Sequence[StagePlan]) -> None:

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from alpa_strategy.ir.held_optimizers import states_in
 from alpa_strategy.ir.plan import Plan
 
 # A plan is tight from this share of the limit on: kept blocks took up to as much again as live
@@ -200,6 +201,7 @@ def _tensor_bytes(module: nn.Module, optimizers: Sequence[Optimizer]) -> int:
     """Return the bytes of parameters, buffers and optimizer states."""
     tensors = [*module.parameters(), *module.buffers()]
     for optimizer in optimizers:
-        for state in optimizer.state.values():
-            tensors += [value for value in state.values() if isinstance(value, Tensor)]
+        for states in states_in(optimizer):
+            for state in states.values():
+                tensors += [value for value in state.values() if isinstance(value, Tensor)]
     return sum(tensor.untyped_storage().nbytes() for tensor in tensors)

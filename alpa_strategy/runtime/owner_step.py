@@ -6,40 +6,47 @@ sends new values to where they are stored. The optimizer's state is at the owner
 the optimizer sees only the parameters that it steps on this device.
 
 Hooks of the optimizer's step do this, so it works however the step is called: by the Trainer, by a
-loss scaler, by the user.
+loss scaler, by the user. An optimizer that holds others is stepped as one: what is taken from its
+groups is taken from theirs.
 """
 
-from collections.abc import Callable, Iterable, Sequence
-from functools import partial
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from functools import partial, wraps
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from alpa_strategy.ir.held_optimizers import groups_in, parameters_in
 from alpa_strategy.runtime.owner_exchange import OwnedParameter, OwnerExchange
-from alpa_strategy.runtime.sharded_parameter import ShardedParameter
+from alpa_strategy.runtime.parameters import ParameterStore
 
 
 class OwnerStep:
-    """Lets an optimizer step owned parameters in full.
+    """Lets an optimizer step owned parameters in full, and leave others alone.
 
     Args:
-        optimizer: of the sharded parameters.
-        parameters: those of the meshes of this rank, in the same order on all devices of a mesh;
-            those of other optimizers and those without an owner are ignored.
+        optimizer: of sharded parameters.
+        store: of the parameters; those of other optimizers are ignored.
     """
 
-    def __init__(self, optimizer: Optimizer, parameters: Iterable[ShardedParameter]) -> None:
+    def __init__(self, optimizer: Optimizer, store: ParameterStore) -> None:
         self._optimizer = optimizer
-        stepped = {p for group in optimizer.param_groups for p in group["params"]}
+        stepped = parameters_in(optimizer)
+        here = set(stepped)
         by_mesh: dict[int, list[OwnedParameter]] = {}
-        for sharded in parameters:
-            if sharded.owner is not None and sharded.parameter in stepped:
+        # In the same order on all devices of a mesh.
+        for sharded in store.sharded:
+            if sharded.owner is not None and sharded.parameter in here:
                 owned = OwnedParameter(sharded, sharded.owner)
                 by_mesh.setdefault(id(sharded.mesh), []).append(owned)
 
         self._owned = [owned for of_mesh in by_mesh.values() for owned in of_mesh]
+        # Of other stages: empty here.
+        self._elsewhere = {p for p in stepped if not store.holds(p)}
+        has_owners = any(store.is_stepped_in_full(p) for p in stepped)
         self._exchanges = []
         for of_mesh in by_mesh.values():
             self._exchanges.append(OwnerExchange(of_mesh[0].sharded.mesh, of_mesh))
@@ -49,14 +56,17 @@ class OwnerStep:
         self._shards: dict[nn.Parameter, tuple[Tensor, Tensor | None]] = {}
         self._groups: list[tuple[dict[str, Any], list[nn.Parameter]]] = []
 
-        self._handles = []
-        if self._owned:
+        # Each undoes one change of the optimizer.
+        self._undo: list[Callable[[], None]] = []
+        if has_owners and _has_hooks(optimizer):
             # Hooks of the user see shards, as without owners.
             before = optimizer.register_step_pre_hook(self._before)
             after = optimizer.register_step_post_hook(self._after)
             hooks: Any = optimizer._optimizer_step_post_hooks
             hooks.move_to_end(after.id, last=False)
-            self._handles = [before, after]
+            self._undo = [before.remove, after.remove]
+        elif has_owners:
+            self._wrap_step()
 
     def is_stepping(self, parameter: nn.Parameter) -> bool:
         """Whether the optimizer steps the parameter now, in full at its owner."""
@@ -64,10 +74,37 @@ class OwnerStep:
 
     def remove(self) -> None:
         """Remove the hooks, and what an interrupted step left. No communication."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
+        for undo in self._undo:
+            undo()
+        self._undo.clear()
         self._put_shards_back()
+
+    def _wrap_step(self) -> None:
+        """Do around the object's own step what hooks do otherwise: its class has not called
+        `Optimizer.__init__`.
+        """
+        optimizer: Any = self._optimizer
+        attributes = vars(optimizer)
+        # That of a scheduler, or the class's own.
+        wrapped = attributes.get("step")
+        step = optimizer.step
+
+        @wraps(step)
+        def step_in_full(*args: Any, **kwargs: Any) -> Any:
+            replaced = self._before(optimizer, (optimizer, *args), kwargs)
+            if replaced is not None:
+                args, kwargs = replaced[0][1:], replaced[1]
+            result = step(*args, **kwargs)
+            self._after()
+            return result
+
+        def undo() -> None:
+            attributes.pop("step", None)
+            if wrapped is not None:
+                attributes["step"] = wrapped
+
+        attributes["step"] = step_in_full
+        self._undo = [undo]
 
     def _before(
         self, _: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -130,9 +167,10 @@ class OwnerStep:
         self._leave_others_out()
 
     def _leave_others_out(self) -> None:
-        """Take parameters of other owners out of the optimizer's groups."""
+        """Take parameters of other owners and stages out of the optimizer's groups."""
         others = {owned.sharded.parameter for owned in self._owned if not owned.is_here}
-        for group in self._optimizer.param_groups:
+        others |= self._elsewhere
+        for group in groups_in(self._optimizer):
             parameters = group["params"]
             self._groups.append((group, parameters))
             group["params"] = [p for p in parameters if p not in others]
@@ -148,6 +186,16 @@ class OwnerStep:
             parameter.data = shard
             parameter.grad = grad
         self._shards.clear()
+
+
+def _has_hooks(optimizer: Optimizer) -> bool:
+    """Whether the optimizer's step calls hooks."""
+    if not getattr(type(optimizer).step, "hooked", False):
+        return False
+    for name in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
+        if not isinstance(getattr(optimizer, name, None), OrderedDict):
+            return False
+    return True
 
 
 def _shards(owned: OwnedParameter) -> Sequence[Tensor]:

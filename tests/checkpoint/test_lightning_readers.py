@@ -7,6 +7,7 @@ from __future__ import annotations
 import io
 import os
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 import torch.nn.functional as F
+from covering import in_tiers
 from lightning.pytorch.callbacks import (
     EMAWeightAveraging,
     LearningRateFinder,
@@ -304,36 +306,33 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-def try_all(root: str, options: dict[str, Any] | None) -> dict[str, Any]:
-    results = {}
-    for behaviour in BEHAVIOURS:
-        name = behaviour.__name__
-        os.makedirs(f"{root}/{name}", exist_ok=True)
-        try:
-            results[name] = behaviour(Bench(f"{root}/{name}", options))
-        except (Exception, SystemExit) as error:  # the others are tried, too
-            results[name] = f"{type(error).__name__}: {error}"
-    return results
+NAMES = {behaviour.__name__: behaviour for behaviour in BEHAVIOURS}
 
 
-@pytest.fixture(scope="module")
-def under_ddp(pool, tmp_path_factory) -> dict[str, Any]:
-    root = str(tmp_path_factory.mktemp("ddp"))
-    return pool.run(2, try_all, root, None, init_group=False, timeout=400)[0]
+def try_it(name: str, root: str, options: dict[str, Any] | None) -> Any:
+    """The result of a behaviour on this rank, or its error as text."""
+    try:
+        return NAMES[name](Bench(root, options))
+    except (Exception, SystemExit) as error:
+        return f"{type(error).__name__}: {error}"
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_readers_work_as_under_ddp(pool, tmp_path: Path, under_ddp: Any, case: str) -> None:
-    found = pool.run(2, try_all, str(tmp_path), CASES[case], init_group=False, timeout=400)[0]
-    differing = []
-    for name, expected in under_ddp.items():
-        try:
-            torch.testing.assert_close(found[name], expected, rtol=1e-4, atol=1e-5)
-        except (AssertionError, TypeError) as error:
-            if found[name] != expected:
-                differing.append(f"{name}: {error}: {found[name]!s:.300} != {expected!s:.300}")
-    assert not differing, "\n".join(differing)
-    assert is_checkpoint(tmp_path / "cli_fit/saved.ckpt") == (case == "directories")
+# By default each is tried with one kind of checkpoint, in turn.
+@pytest.mark.parametrize(("name", "case"), in_tiers(product(NAMES, CASES)))
+def test_readers_work_as_under_ddp(pool, tmp_path: Path, name: str, case: str) -> None:
+    results = []
+    for kind, options in (("ddp", None), (case, CASES[case])):
+        root = tmp_path / kind
+        root.mkdir()
+        arguments = (name, str(root), options)
+        results.append(pool.run(2, try_it, *arguments, init_group=False, timeout=200)[0])
+    expected, result = results
+    try:
+        torch.testing.assert_close(result, expected, rtol=1e-4, atol=1e-5)
+    except (AssertionError, TypeError):
+        assert result == expected
+    if name == "cli_fit":
+        assert is_checkpoint(tmp_path / case / "saved.ckpt") == (case == "directories")
 
 
 def fit_into(root: str, folder: str) -> str:

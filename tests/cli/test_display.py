@@ -9,15 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
+from alpa_strategy.display.full_plan import plan_svg, plan_table
 from alpa_strategy.display.plan_words import plan_words
 from alpa_strategy.display.progress import Progress
-from alpa_strategy.display.table import (
-    measured_line,
-    parameter_groups,
-    plan_svg,
-    plan_table,
-    plan_timing,
-)
+from alpa_strategy.display.table import measured_line, parameter_groups, plan_timing
 from alpa_strategy.ir.plan import Collective, Fingerprint, ParameterPlan, Plan, Predicted, StagePlan
 from alpa_strategy.units import format_bytes, format_seconds
 

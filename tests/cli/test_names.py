@@ -20,13 +20,9 @@ from rich.console import Console
 import alpa_strategy
 from alpa_strategy.cli import main
 from alpa_strategy.display.console import make_console, plain
+from alpa_strategy.display.full_plan import plan_svg, plan_table
 from alpa_strategy.display.progress import Progress
-from alpa_strategy.display.table import (
-    plan_svg,
-    plan_table,
-    plan_timing,
-    tune_table,
-)
+from alpa_strategy.display.table import plan_timing, tune_table
 from alpa_strategy.errors import UNPRINTABLE, AlpaError
 from alpa_strategy.ir.plan import (
     Collective,
@@ -36,6 +32,7 @@ from alpa_strategy.ir.plan import (
     Plan,
     Predicted,
     StagePlan,
+    TaskFigures,
 )
 from alpa_strategy.page.page import models_of, plan_page
 
@@ -89,7 +86,7 @@ def plan_of(name: str) -> Plan:
         ops=(0, 10),
         parameter_plans={name: ParameterPlan.parse("S0"), f"b.0.{name}": ParameterPlan.parse("R")},
         strategies={},
-        collectives=(Collective(name, 0, name, 48, 3 * 2**29, 0.05),),
+        collectives=(Collective(name, 0, name, 48, 3 * 2**29, 0.05, name),),
         predicted=predicted,
         layers=name,
         forward_seconds=0.1,
@@ -106,6 +103,7 @@ def plan_of(name: str) -> Plan:
         notes=(name,),
         solver_seconds={name: 3.0},
         cluster_name=name,
+        figures=TaskFigures(1, 1, name, 0.1, name, 0.05, {name: name}),
         phases=(PhaseCost(name, 1, name, 2**30, 0.1, None, None),),
     )
 

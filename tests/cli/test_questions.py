@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,12 +11,19 @@ import pytest
 from alpa_strategy.cli import main
 from alpa_strategy.cluster.spec import ClusterSpec
 from alpa_strategy.commands.compare import Entry, comparison_table
-from alpa_strategy.commands.whatif import Variation, _varied
+from alpa_strategy.commands.whatif import (
+    UnchangedPlan,
+    Variation,
+    _overview,
+    _reasons,
+    _varied,
+)
+from alpa_strategy.display.console import make_console
 from alpa_strategy.errors import OptionError
 from alpa_strategy.ir.plan import Plan
 from alpa_strategy.ir.plan_details import Origin, details_of_file
 from alpa_strategy.page.page import models_of, page_path
-from alpa_strategy.units import format_seconds
+from alpa_strategy.units import format_rate, format_seconds
 
 ROOT = Path(__file__).parents[2]
 TINY = str(ROOT / "recipes" / "gpt_tiny.yaml")
@@ -65,7 +73,7 @@ def test_diff_states_figures_and_layouts_that_differ(plans, tmp_path, capsys):
     page = tmp_path / "diff.html"
     assert main(["diff", str(before), str(after), "--html", str(page)]) == 0
     out = capsys.readouterr().out
-    for expected in ("data.json", "tensor.json", "step", "R* on 2", "S0 on 2"):
+    for expected in ("data.json", "tensor.json", "step", "precision", "R* on 2", "S0 on 2"):
         assert expected in out
     models = models_of(page.read_text())
     assert [model["name"] for model in models] == ["data.json", "tensor.json"]
@@ -133,3 +141,31 @@ def test_cost_is_price_times_devices_times_hours(plans):
     failed = Entry(cluster, "zero3", 3.6, None, problem="too large")
     assert failed.cost_per_million is None
     assert comparison_table([entry, failed]).row_count == 2
+
+
+def test_whatif_says_whether_the_unchanged_plan_still_fits(plans, capsys):
+    plan = Plan.load(plans / "tensor.json")
+    step = plan.predicted.step_seconds
+    fits = UnchangedPlan(2 * step, 2**30, 2**31)
+    assert fits.fits
+    (line, *_) = _reasons(plan, plan, fits)
+    assert f"{format_seconds(2 * step)} a step there, and fits: 1.00 GiB of 2.00 GiB" in line
+    too_large = replace(fits, memory_limit=2**29)
+    assert not too_large.fits
+    (line, *_) = _reasons(plan, plan, too_large)
+    assert "does not fit: it needs 1.00 GiB of 512 MiB" in line
+    table = _overview([Variation("a"), Variation("b")], [plan, plan], [fits, too_large])
+    make_console().print(table)
+    out = capsys.readouterr().out
+    assert "too large" in out
+    assert format_rate(16 / step) in out
+
+
+def test_whatif_prices_the_unchanged_plan_under_another_batch(plans, capsys):
+    path = str(plans / "tensor.json")
+    assert main(["whatif", path, "--set", "data.batch_size=2x"]) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert "a step there, and fits:" in out
+    assert main(["whatif", path, "--set", "devices=1", "plan.parallel=auto"]) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert "cannot be used there: it is for 2 devices, not for 1" in out

@@ -8,7 +8,7 @@ from itertools import pairwise
 import pytest
 from cli.test_display import as_text, gpt_plan
 
-from alpa_strategy.display.table import plan_svg, plan_table
+from alpa_strategy.display.full_plan import plan_svg, plan_table
 from alpa_strategy.display.timeline import SIGNS, plan_timeline
 from alpa_strategy.schedules import SCHEDULES, actions, mesh_of
 

@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from lightning.fabric import Fabric
@@ -78,7 +79,19 @@ def run(folder: Path, program: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.mark.parametrize("program", PROGRAMS.values(), ids=PROGRAMS)
+# Each is a process of its own. By default both orders of the imports are tried.
+DEFAULT_PROGRAMS = ("name", "imported first")
+
+
+def programs() -> list[Any]:
+    parameters = []
+    for name, program in PROGRAMS.items():
+        marks = () if name in DEFAULT_PROGRAMS else pytest.mark.slow
+        parameters.append(pytest.param(program, id=name, marks=marks))
+    return parameters
+
+
+@pytest.mark.parametrize("program", programs())
 def test_pytorch_lightning_names_the_import_to_write(tmp_path: Path, program: str):
     done = run(tmp_path, program)
     assert done.returncode == 1

@@ -198,6 +198,8 @@ def test_inductor_saves_no_masks_in_segments():
     assert grad.is_contiguous()
 
 
+# Inductor writes and compiles C++ for it, twice: 15 s.
+@pytest.mark.slow
 def test_later_starts_have_the_backward_of_statistics_from_the_cache():
     """It is an `autograd.Function`'s, which AOTAutograd does not keep unless told that it may."""
     source = (

@@ -124,11 +124,14 @@ OPTIMIZERS: dict[str, Callable[[nn.Module], Any]] = {
 }
 
 
-def with_optimizer(model_class: type, optimizer_name: str) -> type:
-    """Return the class of modules that train with one of `OPTIMIZERS`."""
+def with_optimizer(model_class: type, optimizer: str | Callable[[nn.Module], Any]) -> type:
+    """Return the class of modules that train with one of `OPTIMIZERS`, or with what a function
+    makes for a module.
+    """
+    make = OPTIMIZERS[optimizer] if isinstance(optimizer, str) else optimizer
 
     class WithOptimizer(model_class):  # type: ignore[misc]
         def configure_optimizers(self) -> Any:
-            return OPTIMIZERS[optimizer_name](self)
+            return make(self)
 
     return WithOptimizer

@@ -99,18 +99,42 @@ class Signed(NormScaled):
 
 
 class Secretive(Signed):
-    """Cannot be rebuilt from its defaults."""
+    """Cannot be rebuilt from its defaults, but copied."""
 
     def __init__(self, params, secret: object) -> None:
         super().__init__(params, lr=0.1)
+        self.hidden = secret
+
+
+class Closed(Signed):
+    """Cannot be copied: it would step the original's parameters."""
+
+    def __init__(self, params, secret: object) -> None:
+        super().__init__(params, lr=0.1)
+        self.stepped = lambda: params
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for p in self.stepped():
+            p -= 0.1
 
 
 def test_unknown_optimizers_are_judged_by_experiment() -> None:
     assert not inspect_optimizer(NormScaled(parameter(), 0.1)).element_wise
     assert inspect_optimizer(Signed(parameter(), 0.1)).element_wise
-    assert not inspect_optimizer(Secretive(parameter(), object())).element_wise
+    assert inspect_optimizer(Secretive(parameter(), object())).element_wise
+    assert not inspect_optimizer(Secretive(parameter(), torch.nn.Linear(2, 2))).element_wise
     assert not inspect_optimizer(torch.optim.LBFGS(parameter())).element_wise
     assert not inspect_optimizer(torch.optim.Adafactor(parameter())).element_wise
+
+
+def test_trying_never_changes_the_optimizers_own_parameters() -> None:
+    (weight,) = parameter()
+    before = weight.detach().clone()
+    info = inspect_optimizer(Closed([weight], object()))
+    assert not info.may_step_shards
+    assert "steps the parameters of the original" in info.problem
+    assert torch.equal(weight, before)
 
 
 @pytest.mark.parametrize("factor", [0.0, 1e-17])

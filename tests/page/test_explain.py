@@ -14,7 +14,7 @@ from alpa_strategy.inter_op.stage_solve import StageSolver
 from alpa_strategy.ir.plan import Plan, parse_modes
 from alpa_strategy.planner.explain import explain
 from alpa_strategy.planner.one_stage import plan_one_stage
-from alpa_strategy.planner.plan_stages import seconds_on, stage_job, stage_request
+from alpa_strategy.planner.plan_stages import cost_on, stage_job, stage_request
 
 EXACT = 1e-6
 
@@ -74,7 +74,8 @@ def test_no_layout_is_cheaper_than_that_of_a_proved_plan(options):
 @pytest.mark.parametrize("options", [(), PIPELINE])
 def test_a_plan_takes_on_its_own_cluster_what_was_predicted(options):
     plan, task = planned("gpt", options)
-    assert seconds_on(task, plan) == pytest.approx(plan.predicted.step_seconds, rel=EXACT)
+    cost = cost_on(task, plan)
+    assert cost.seconds == pytest.approx(plan.predicted.step_seconds, rel=EXACT)
 
 
 def test_an_unknown_name_is_an_error_that_names_a_near_one():

@@ -78,7 +78,8 @@ def test_the_seconds_of_a_step_alone_are_shown_too(tmp_path: Path, capsys) -> No
     assert main(["show", str(path)]) == 0
     assert "a step took 250 ms" in capsys.readouterr().out
     (model,) = models_of(page_path(path).read_text())
-    assert model["measured"] == {"step": 0.25}
+    # 32 samples of a step.
+    assert model["measured"] == {"step": 0.25, "rates": "128 samples/s, MFU 0.0%"}
 
 
 def test_predicted_parts_add_up_to_the_step() -> None:

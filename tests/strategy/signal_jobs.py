@@ -398,7 +398,7 @@ def check_resumption(
     """Go on for `steps` and compare with what an undisturbed training had there, bit by bit.
 
     Args:
-        undisturbed: moment, number of steps -> the weights after each of them.
+        undisturbed: moment, number of steps -> the weights after each of them (`Undisturbed`).
     """
     found = newest(root)
     path, step = (None, 0) if found is None else (str(found[0]), found[1])
@@ -406,7 +406,7 @@ def check_resumption(
     after = pool.run(
         2, train, str(root), case.moment, False, path, end, init_group=False, timeout=300
     )[0]
-    expected = undisturbed(case.moment)
+    expected = undisturbed(case.moment, end)
     outcome.resumed_from = step
     if sorted(after) != list(range(step + 1, end + 1)):
         outcome.wrong.append(f"resumed at step {step} it made the steps {sorted(after)}")
@@ -418,19 +418,21 @@ def check_resumption(
 
 
 class Undisturbed:
-    """Weights after each step of a training without signals, once for each kind of plan."""
+    """Weights after each step of a training without signals, for each kind of plan. It is trained
+    again if more steps are needed than before.
+    """
 
     def __init__(self, root: Path, pool: Any) -> None:
         self._root = root
         self._pool = pool
-        self._found = {}
+        self._weights: dict[str, dict[int, dict[str, torch.Tensor]]] = {}
 
-    def __call__(self, moment: str) -> dict[int, dict[str, torch.Tensor]]:
+    def __call__(self, moment: str, steps: int) -> dict[int, dict[str, torch.Tensor]]:
+        """Return the weights after at least `steps` steps."""
         kind = moment if moment in PLANS else "steady"
-        if kind not in self._found:
-            root = self._root / f"undisturbed-{kind}"
-            arguments = (str(root), kind, False, None, NUM_BATCHES - 1)
-            self._found[kind] = self._pool.run(2, train, *arguments, init_group=False, timeout=600)[
-                0
-            ]
-        return self._found[kind]
+        if len(self._weights.get(kind, ())) < steps:
+            root = self._root / f"undisturbed-{kind}-{steps}"
+            arguments = (str(root), kind, False, None, steps)
+            weights, _ = self._pool.run(2, train, *arguments, init_group=False, timeout=600)
+            self._weights[kind] = weights
+        return self._weights[kind]

@@ -10,10 +10,14 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from jobs import run_job
 from models import MLP
+from quiet import QUIET
 from test_training import assert_same, train
 from torch import Tensor
+from torch.utils.data import DataLoader, TensorDataset
+from worker_pool import WorkerError
+
+from alpa_strategy import AlpaStrategy
 
 
 class Annealed(MLP):
@@ -167,38 +171,39 @@ def test_what_hooks_do_to_layers_of_torch_counts(pool, tmp_path: Path) -> None:
         assert_same(run, reference)
 
 
-JOB = """
-import sys
-import lightning.pytorch as pl
-import torch
-import alpa_strategy
-from models import MLP
-from quiet import QUIET
+class ChangesOnOneRank(MLP):
+    """Multiplies its loss by a number that one rank changes."""
 
-class Model(MLP):
     beta = 1.0
-    def training_step(self, batch, batch_idx):
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         return self.beta * super().training_step(batch, batch_idx)
-    def on_train_batch_start(self, batch, batch_idx):
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         if self.global_rank == 1 and batch_idx == 2:
             self.beta = 0.5
 
-model = Model()
-rows = torch.utils.data.TensorDataset(*model.example_batch(64))
-strategy = alpa_strategy.AlpaStrategy(cluster="pcie_8gpu", verbose=False, capture="require")
-trainer = pl.Trainer(strategy=strategy, accelerator="cpu", devices=2, max_epochs=1,
-    default_root_dir=sys.argv[1], **QUIET)
-trainer.fit(model, torch.utils.data.DataLoader(rows, batch_size=4))
-print("FINISHED", flush=True)
-"""
+
+def change_on_one_rank(root: str) -> None:
+    model = ChangesOnOneRank()
+    strategy = AlpaStrategy(cluster="pcie_8gpu", verbose=False, capture="require")
+    trainer = pl.Trainer(
+        strategy=strategy,
+        accelerator="cpu",
+        devices=2,
+        max_epochs=1,
+        default_root_dir=root,
+        **QUIET,
+    )
+    trainer.fit(model, DataLoader(TensorDataset(*model.example_batch(64)), batch_size=4))
 
 
-def test_a_change_on_one_rank_only_is_an_error(tmp_path: Path) -> None:
-    done = run_job(tmp_path, JOB, str(tmp_path))
-    assert done.returncode != 0
-    assert "FINISHED" not in done.stdout
+def test_a_change_on_one_rank_only_is_an_error(pool, tmp_path: Path) -> None:
+    with pytest.raises(WorkerError) as error:
+        pool.run(2, change_on_one_rank, str(tmp_path))
+    text = str(error.value)
     assert (
         "the ranks differ in the computation of training_step: rank 0: "
-        "aten.mul.Tensor(Slot(index=0), 1.0)" in done.stderr
+        "aten.mul.Tensor(Slot(index=0), 1.0)" in text
     )
-    assert "rank 1: aten.mul.Tensor(Slot(index=0), 0.5)" in done.stderr
+    assert "rank 1: aten.mul.Tensor(Slot(index=0), 0.5)" in text

@@ -43,6 +43,8 @@ print("FINISHED", flush=True)
 """
 
 
+# By default `training_step` of the next test, which asserts the same and more.
+@pytest.mark.slow
 def test_one_ranks_exception_ends_all_ranks(tmp_path: Path) -> None:
     started = time.monotonic()
     done = run_job(tmp_path, JOB, str(tmp_path))

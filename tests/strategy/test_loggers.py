@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader
 
 from alpa_strategy import AlpaStrategy
 
+# An MLP has no tokens.
 NAMES = ("step_seconds", "predicted_step_seconds", "planned_bytes", "samples_per_second", "mfu")
 
 

@@ -24,7 +24,7 @@ from rich.console import Console
 from torch.utils.data import DataLoader
 
 from alpa_strategy import AlpaStrategy, ClusterSpec, Plan, PlanOptions, make_plan
-from alpa_strategy.display.table import plan_table
+from alpa_strategy.display.full_plan import plan_table
 from alpa_strategy.errors import DoesNotFitError, OptionError, PlanError
 
 SIZES = {"vocab_size": 64, "d_model": 64, "d_hidden": 128, "num_layers": 6, "seq_len": 2}

@@ -103,7 +103,7 @@ def test_slurm_requeues_and_goes_on_bit_for_bit(tmp_path, pool, undisturbed, ran
         2, train, str(tmp_path), "steady", False, str(path), step + 4, init_group=False, timeout=300
     )[0]
     for at in range(step + 1, step + 5):
-        for name, value in undisturbed("steady")[at].items():
+        for name, value in undisturbed("steady", step + 4)[at].items():
             assert torch.equal(after[at][name], value), (at, name)
 
 

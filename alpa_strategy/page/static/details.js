@@ -158,10 +158,13 @@
     ])];
     if (stage.memory) {
       nodes.push(el("h3", {}, `Memory of a device at the peak: ${alpa.bytes(stage.peak)}`), ...alpa.stack(memoryParts(stage), alpa.bytes));
+    } else if (Object.keys(stage.parts).length) {
+      const parts = alpa.MEMORY.filter(([key]) => stage.parts[key]).map(([key, label]) => [key, label, stage.parts[key]]);
+      nodes.push(el("h3", {}, `Memory of a device at the peak: ${alpa.bytes(stage.peak)}`), ...alpa.stack(parts, alpa.bytes));
     }
     if (stage.collectives.length) {
-      const rows = [...stage.collectives].sort((a, b) => b[5] - a[5]).map(([kind, axis, phase, count, bytes, seconds]) =>
-        [kind.replace("_", "-"), `${axis}`, PHASES[phase], `${count}`, alpa.bytes(bytes), alpa.seconds(seconds)]);
+      const rows = [...stage.collectives].sort((a, b) => b[5] - a[5]).map(([kind, axis, phase, count, bytes, seconds, largest]) =>
+        [el("span", {}, kind.replace("_", "-"), largest ? el("div", { class: "soft" }, `largest: ${alpa.text(largest)}`) : ""), `${axis}`, PHASES[phase], `${count}`, alpa.bytes(bytes), alpa.seconds(seconds)]);
       nodes.push(el("h3", {}, "Collectives of a step"), alpa.table(["collective", "axis", "when", "#calls", "#bytes", "#time"], rows));
     }
     return nodes;

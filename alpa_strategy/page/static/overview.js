@@ -15,10 +15,10 @@
   function figures(plan) {
     const nodes = [];
     if (!plan.eager) {
-      const rate = plan.batch && plan.step > 0 ? `${alpa.count(plan.batch / plan.step)} samples/s, ${plan.batch} samples` : "predicted";
-      nodes.push(figure("Step", alpa.seconds(plan.step), note(rate)));
+      const batch = [plan.samples && `${plan.samples} samples`, plan.tokens && `${alpa.count(plan.tokens)} tokens`].filter(Boolean).join(", ");
+      nodes.push(figure("Step", alpa.seconds(plan.step), note(alpa.text(plan.rates || "predicted")), batch ? note(alpa.text(batch)) : null));
       const measured = plan.measured && (plan.measured.step || plan.measured.profiled);
-      if (measured) nodes.push(figure("Measured", alpa.seconds(measured), note(`${alpa.ratio(measured, plan.step)} the prediction`)));
+      if (measured) nodes.push(figure("Measured", alpa.seconds(measured), note(`${alpa.ratio(measured, plan.step)} the prediction`), plan.measured.rates ? note(alpa.text(plan.measured.rates)) : null));
     }
     const memory = [];
     if (plan.limit) {
@@ -44,7 +44,9 @@
     const lines = plan.findings.map((text) => el("li", {}, alpa.text(text)));
     return el("section", { class: "card", "aria-label": "what limits it" },
       el("div", { class: "section-head" }, el("h2", {}, "What takes the time"), el("span", { class: "soft" }, plan.stages.length > 1 ? "on the devices of the slowest stage" : "")),
-      ...bar, lines.length ? el("ul", { class: "findings" }, lines) : null);
+      ...bar, lines.length ? el("ul", { class: "findings" }, lines) : null,
+      plan.change ? el("p", { class: "advice" }, el("strong", {}, "What would help most: "), alpa.text(plan.change)) : null,
+      plan.warning ? el("p", { class: "advice" }, el("strong", {}, "Warning: "), alpa.text(plan.warning)) : null);
   }
 
   function instead(plan) {

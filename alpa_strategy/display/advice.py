@@ -1,0 +1,165 @@
+"""The changes that would help a plan most, estimated from the plan's own figures.
+
+Nothing is planned: a change is weighed by the seconds that it takes away from the plan as it is.
+`alpa whatif` plans with a change.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from alpa_strategy.display.table import step_parts
+from alpa_strategy.ir.plan import Plan, StagePlan, memory_by_mesh
+from alpa_strategy.schedules import SCHEDULES, in_flight_by_stage, refusal
+from alpa_strategy.units import format_bytes
+
+# A change must bring at least this share more samples per second.
+LEAST_GAIN = 0.05
+
+
+@dataclass(frozen=True)
+class Change:
+    """A change, and the samples per second with it, as a multiple of the present ones."""
+
+    text: str
+    gain: float
+
+    # Whether it needs other devices or links.
+    is_of_cluster: bool = False
+
+
+def best_change(plan: Plan, memory_limit: float | None = None) -> str | None:
+    """Return the change that would help a plan most, and what it brings.
+
+    A change of the cluster comes second, and only if it brings more.
+
+    Args:
+        plan: whose seconds are known.
+        memory_limit: bytes per device; None: that of the plan's figures.
+
+    Returns:
+        None if the seconds of the plan's step are not known.
+    """
+    parts = step_parts(plan)
+    if not parts or plan.predicted.step_seconds <= 0:
+        return None
+    changes = [*_half_precision(plan), *_larger_batch(plan, memory_limit)]
+    changes += [*_no_recomputation(plan), *_faster_links(plan)]
+    best = _best([change for change in changes if not change.is_of_cluster])
+    of_cluster = _best([change for change in changes if change.is_of_cluster])
+    words = []
+    if best is not None:
+        words.append(f"{best.text}: about {best.gain:.2f}x the samples/s")
+    if of_cluster is not None and (best is None or of_cluster.gain > best.gain):
+        unit = "" if words else " the samples/s"
+        words.append(f"{of_cluster.text}: about {of_cluster.gain:.2f}x{unit}")
+    if not words:
+        share = parts["compute"] / sum(parts.values())
+        return f"more or faster devices: computation takes {share:.0%} of the step"
+    return "; ".join(words)
+
+
+def _best(changes: Sequence[Change]) -> Change | None:
+    """Return the change that brings most, None if none brings much."""
+    helpful = [change for change in changes if change.gain >= 1 + LEAST_GAIN]
+    return max(helpful, key=lambda change: change.gain, default=None)
+
+
+def _gain(plan: Plan, saved_seconds: float) -> float:
+    """Return how many times as many samples per second a step gives that takes less time."""
+    seconds = plan.predicted.step_seconds
+    return seconds / max(seconds - saved_seconds, 1e-3 * seconds)
+
+
+def _half_precision(plan: Plan) -> list[Change]:
+    """Return half precision, if the devices multiply faster in it."""
+    figures = plan.figures
+    if figures is None or figures.peak_seconds is None or figures.half_peak_seconds is None:
+        return []
+    saved = figures.peak_seconds - figures.half_peak_seconds
+    # What the matmuls take at their peak is all that is known to shrink.
+    saved = min(saved, plan.predicted.compute_seconds)
+    return [Change(f'precision="{figures.half_precision}"', _gain(plan, saved))]
+
+
+def _larger_batch(plan: Plan, memory_limit: float | None) -> list[Change]:
+    """Return a batch twice as large, or twice as many accumulated ones if it does not fit: what
+    takes time once per step is shared by more samples.
+    """
+    parts = step_parts(plan)
+    once = parts["optimizer"] + _seconds_once_per_step(plan)
+    once_per_batch = once + parts.get("host", 0.0) + parts.get("waiting", 0.0)
+    needed = _bytes_with_twice_the_batch(plan)
+    if memory_limit is None and plan.figures is not None:
+        memory_limit = plan.figures.memory_limit
+    text = "a batch twice as large, with more memory"
+    fits = False
+    if needed is not None:
+        limit = math.inf if memory_limit is None else memory_limit
+        fits = needed <= limit
+        if fits:
+            text = f"a batch twice as large ({format_bytes(needed)} a device)"
+    return [
+        # The first of equal ones is taken: this one needs no memory.
+        Change("accumulate_grad_batches twice as large", _gain(plan, once / 2)),
+        Change(text, _gain(plan, once_per_batch / 2), is_of_cluster=not fits),
+    ]
+
+
+def _seconds_once_per_step(plan: Plan) -> float:
+    """Return the seconds of collectives once per step, as far as nothing hides them."""
+    stage = _slowest(plan)
+    total = sum(collective.seconds for collective in stage.collectives)
+    if not total:
+        return 0.0
+    once = sum(c.seconds for c in stage.collectives if c.phase == "step")
+    return stage.predicted.communication_seconds * once / total
+
+
+def _bytes_with_twice_the_batch(plan: Plan) -> float | None:
+    """Return the bytes of the fullest device with twice the batch; None: not known."""
+    growth = _activation_growth(plan) - 1
+    most: float | None = None
+    for parts in memory_by_mesh(plan).values():
+        if parts:
+            of_batch = parts["activations"] + parts["temporary"]
+            most = max(most or 0.0, sum(parts.values()) + growth * of_batch)
+    return most
+
+
+def _activation_growth(plan: Plan) -> float:
+    """Return how many times as many activations a device stores with twice the batch, in
+    micro-batches of the same size.
+    """
+    count = plan.num_microbatches
+    num_stages = len(plan.stages)
+    if num_stages == 1:
+        return 2.0 if count == 1 else 1.0
+    num_meshes = len({stage.first_device for stage in plan.stages})
+    if plan.schedule not in SCHEDULES or refusal(plan.schedule, num_meshes, 2 * count):
+        return 2.0
+    stages_per_mesh = num_stages // num_meshes
+    before = in_flight_by_stage(plan.schedule, num_meshes, count, stages_per_mesh)
+    after = in_flight_by_stage(plan.schedule, num_meshes, 2 * count, stages_per_mesh)
+    return max(new / old for old, new in zip(before, after, strict=True))
+
+
+def _no_recomputation(plan: Plan) -> list[Change]:
+    """Return no recomputation, if the slowest stage recomputes its activations."""
+    stage = _slowest(plan)
+    if not stage.remat:
+        return []
+    saved = plan.num_microbatches * stage.forward_seconds
+    text = "no recomputation, with more memory"
+    return [Change(text, _gain(plan, saved), is_of_cluster=True)]
+
+
+def _faster_links(plan: Plan) -> list[Change]:
+    """Return links of twice the bandwidth."""
+    saved = plan.predicted.communication_seconds / 2
+    return [Change("links twice as fast", _gain(plan, saved), is_of_cluster=True)]
+
+
+def _slowest(plan: Plan) -> StagePlan:
+    """Return the stage whose step takes longest."""
+    return max(plan.stages, key=lambda stage: stage.predicted.step_seconds)

@@ -1,0 +1,85 @@
+"""The figures of a plan as rows for a terminal: the plan in words, its step and rates, memory, what
+limits it, and the change that would help most.
+"""
+
+from rich.table import Table
+from rich.text import Text
+
+from alpa_strategy.display.advice import best_change
+from alpa_strategy.display.console import plain
+from alpa_strategy.display.findings import findings
+from alpa_strategy.display.memory import parts_text
+from alpa_strategy.display.plan_words import assumed_rates_text, peak_text, plan_words, rates_text
+from alpa_strategy.display.table import baselines_text, seconds_bar, seconds_legend, step_parts
+from alpa_strategy.ir.plan import Plan, memory_by_mesh
+from alpa_strategy.units import format_seconds
+
+
+def figures_table(
+    plan: Plan,
+    memory_limit: float | None = None,
+    process_bytes: int = 0,
+    max_findings: int | None = None,
+) -> Table:
+    """Return a row for each figure of a plan.
+
+    Args:
+        plan: to show.
+        memory_limit: bytes per device; None: that of the plan's figures.
+        process_bytes: of host memory that the process takes in addition to the plan's tensors.
+        max_findings: sentences on what limits the step; None: all.
+    """
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="dim", no_wrap=True)
+    table.add_column()
+    # The seconds of an eager step are not known.
+    if not plan.is_eager:
+        table.add_row("plan", plan_words(plan))
+        _add_step(table, plan)
+    table.add_row("memory", _memory(plan, memory_limit, process_bytes))
+    if not plan.is_eager:
+        _add_answers(table, plan, memory_limit, max_findings)
+    if plan.baselines:
+        table.add_row("instead", baselines_text(plan))
+    warning = assumed_rates_text(plan)
+    if warning:
+        table.add_row(Text("warning", "yellow"), plain(warning))
+    return table
+
+
+def _add_step(table: Table, plan: Plan) -> None:
+    """Add rows with the seconds of a step, its rates, and where the seconds go."""
+    seconds = plan.predicted.step_seconds
+    line = Text.assemble((format_seconds(seconds), "bold"))
+    rates = rates_text(plan.figures, seconds)
+    if rates:
+        line.append(f", {rates}")
+    table.add_row("step", line)
+    parts = step_parts(plan)
+    if parts:
+        table.add_row("", seconds_bar(parts))
+        table.add_row("", seconds_legend(parts))
+
+
+def _memory(plan: Plan, memory_limit: float | None, process_bytes: int) -> Text:
+    """Return the bytes at the peak, by parts, of the devices that need most."""
+    if memory_limit is None and plan.figures is not None:
+        memory_limit = plan.figures.memory_limit
+    text = peak_text(plan, memory_limit, process_bytes)
+    largest = max(memory_by_mesh(plan).values(), key=lambda parts: sum(parts.values()))
+    words = parts_text(largest)
+    if words:
+        text.append(f"\n{words}", style="dim")
+    return text
+
+
+def _add_answers(
+    table: Table, plan: Plan, memory_limit: float | None, max_findings: int | None
+) -> None:
+    """Add rows with what limits the step, and the change that would help most."""
+    lines = findings(plan)[:max_findings]
+    if lines:
+        table.add_row("limit", plain("\n".join(lines), keeps_lines=True))
+    change = best_change(plan, memory_limit)
+    if change is not None:
+        table.add_row("change", plain(change))

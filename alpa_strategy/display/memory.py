@@ -1,0 +1,81 @@
+"""The memory of a device by its parts: as words, and as a table with a row for each stage."""
+
+import math
+from collections.abc import Mapping, Sequence
+from itertools import groupby
+
+from rich.table import Table
+
+from alpa_strategy.ir.plan import MEMORY_PARTS, Plan, memory_by_mesh
+from alpa_strategy.units import format_bytes
+
+# Parts whose names are too long for a screen of 80 columns.
+_HEADINGS = {"fragmentation": "fragments", "gradients": "grads"}
+
+
+def parts_text(parts: Mapping[str, int]) -> str:
+    """Return the parts that are not 0 in words: `weights 1.00 GiB, gradients 1.00 GiB`."""
+    words = []
+    for name, num_bytes in parts.items():
+        if num_bytes > 0:
+            words.append(f"{name} {format_bytes(num_bytes)}")
+    return ", ".join(words)
+
+
+def memory_of_meshes(plan: Plan) -> dict[str, dict[str, int]]:
+    """Return bytes by part for each mesh, by its stages: `0`, `1`, or `0,4`.
+
+    Stages of one mesh share its memory.
+    """
+    indices: dict[int, list[int]] = {}
+    for index, stage in enumerate(plan.stages):
+        indices.setdefault(stage.first_device, []).append(index)
+    of_meshes = {}
+    for first_device, parts in memory_by_mesh(plan).items():
+        label = ",".join(map(str, indices[first_device]))
+        of_meshes[label] = dict(parts)
+    return of_meshes
+
+
+def memory_table(
+    rows: Mapping[str, Mapping[str, int]],
+    names: Sequence[str] = MEMORY_PARTS,
+    max_rows: int | None = None,
+) -> Table:
+    """Return a table of memory by parts, a row for each run of stages with about the same bytes.
+
+    Args:
+        rows: bytes by part, by stage (`memory_of_meshes`).
+        names: of the parts, in the order of the columns.
+        max_rows: those that follow are left out; None: none are.
+    """
+    table = Table(box=None, padding=(0, 1), show_edge=False)
+    table.add_column("stage", style="dim")
+    for name in names:
+        table.add_column(_HEADINGS.get(name, name), justify="right", no_wrap=True)
+    table.add_column("sum", justify="right")
+    groups = []
+    for _, members in groupby(rows.items(), key=lambda row: _rounded(row[1], names)):
+        groups.append(list(members))
+    num_shown = len(groups)
+    if max_rows is not None and num_shown > max_rows:
+        # The last row is that of the dots.
+        num_shown = max_rows - 1
+    for group in groups[:num_shown]:
+        table.add_row(*_memory_row(group, names))
+    if num_shown < len(groups):
+        table.add_row("...")
+    return table
+
+
+def _memory_row(group: Sequence[tuple[str, Mapping[str, int]]], names: Sequence[str]) -> list[str]:
+    """Return the cells of a run of equal stages."""
+    label = group[0][0] if len(group) == 1 else f"{group[0][0]}-{group[-1][0]}"
+    _, largest = max(group, key=lambda row: sum(row[1].values()))
+    cells = [format_bytes(largest.get(name, 0)) for name in names]
+    return [label, *cells, format_bytes(sum(largest.values()))]
+
+
+def _rounded(parts: Mapping[str, int], names: Sequence[str]) -> tuple[int, ...]:
+    """Return a key that is the same for about equal memory."""
+    return tuple(round(math.log(max(1, parts.get(name, 0)), 1.02)) for name in names)

@@ -1,0 +1,57 @@
+"""Figures of the step and the devices that a plan was made for: what is beside its seconds and
+bytes.
+"""
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class TaskFigures:
+    """Figures that do not depend on the plan. All of a step are of all devices together."""
+
+    # Samples of a step; 0: not known.
+    num_samples: int = 0
+
+    # Tokens of a step; 0: its batch has none.
+    num_tokens: int = 0
+
+    # The Trainer's name of the dtypes of parameters and matmuls, such as `bf16-mixed`. "": not
+    # known.
+    precision: str = ""
+
+    # Seconds of the matmuls of a step if all devices were at their peak; None: not known.
+    peak_seconds: float | None = None
+
+    # A precision in which the matmuls have a higher peak, and `peak_seconds` in it. "": there is
+    # none.
+    half_precision: str = ""
+    half_peak_seconds: float | None = None
+
+    # Dtype of matmuls for which the cluster has no FLOP/s -> the dtype whose FLOP/s were taken.
+    assumed_rates: dict[str, str] = field(default_factory=dict)
+
+    # Bytes of a device that the plan may use; None: no limit.
+    memory_limit: float | None = None
+
+    def samples_per_second(self, step_seconds: float) -> float | None:
+        """Return the samples per second of steps that take `step_seconds`; None: not known."""
+        return _rate(self.num_samples, step_seconds)
+
+    def tokens_per_second(self, step_seconds: float) -> float | None:
+        """Return the tokens per second of steps that take `step_seconds`; None: not known."""
+        return _rate(self.num_tokens, step_seconds)
+
+    def mfu(self, step_seconds: float) -> float | None:
+        """Return the model FLOPs utilization of steps that take `step_seconds`, 0 to 1: the share
+        of the devices' peak that the step's matmuls reach (PaLM, arXiv:2204.02311, appendix B).
+
+        Recomputation does not count. None: not known.
+        """
+        return _rate(self.peak_seconds or 0.0, step_seconds)
+
+
+def _rate(amount: float, seconds: float) -> float | None:
+    """Return an amount per second; None if either is not known."""
+    if amount <= 0 or seconds <= 0:
+        return None
+    return amount / seconds

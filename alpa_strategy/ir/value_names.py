@@ -1,0 +1,36 @@
+"""Names of a step's tensors for users: parameters, batch leaves, and results of ops with their
+line.
+"""
+
+import os
+import re
+
+from alpa_strategy.ir.graph import Op, StepGraph
+
+# `path/file.py:93: code`
+_LINE = re.compile(r"(?P<path>.+?):(?P<line>\d+)(?::|$)")
+
+
+def maker_names(step: StepGraph) -> dict[int, str]:
+    """Return value -> name of the parameter, buffer, batch leaf or op that makes it."""
+    names = {parameter.value: parameter.name for parameter in step.parameters}
+    names.update({buffer.value: buffer.name for buffer in step.buffers})
+    names.update({leaf.value: f"batch[{leaf.leaf}]" for leaf in step.batch})
+    names.update({constant.value: "constant" for constant in step.constants})
+    for value in step.received:
+        names[value] = f"v{value} of an earlier stage"
+    for op in step.ops:
+        for value in op.results:
+            names[value] = op.name
+    return names
+
+
+def op_with_line(op: Op) -> str:
+    """Return an op's name with its module and the user's line: `linear_3 (blocks.0.mlp,
+    gpt.py:93)`.
+    """
+    places = [op.module] if op.module else []
+    line = _LINE.match(op.source)
+    if line is not None:
+        places.append(f"{os.path.basename(line['path'])}:{line['line']}")
+    return f"{op.name} ({', '.join(places)})" if places else op.name

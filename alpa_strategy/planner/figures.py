@@ -1,0 +1,135 @@
+"""Reads the figures of a plan's step off its task: samples, tokens, precision, seconds at peak."""
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Mapping
+from dataclasses import replace
+
+from alpa_strategy.cluster.devices import DeviceSpec
+from alpa_strategy.cost.flops import of_one_rank, op_base_name
+from alpa_strategy.cost.peak import matmul_flops, seconds_at_peak
+from alpa_strategy.cost.roofline import rated_dtype
+from alpa_strategy.ir.graph import StepGraph
+from alpa_strategy.ir.plan import Plan
+from alpa_strategy.ir.task_figures import TaskFigures
+from alpa_strategy.microbatch.transform import num_samples
+from alpa_strategy.planner.task import PlanTask
+
+# (dtype of parameters, dtype of matmuls) -> the Trainer's name of the precision.
+PRECISION_NAMES = {
+    ("float64", "float64"): "64-true",
+    ("float32", "float32"): "32-true",
+    ("float32", "bfloat16"): "bf16-mixed",
+    ("float32", "float16"): "16-mixed",
+    ("bfloat16", "bfloat16"): "bf16-true",
+    ("float16", "float16"): "16-true",
+}
+# Precisions that a step in float32 may have instead, the best known to converge first.
+HALF_PRECISIONS = {"bfloat16": "bf16-mixed", "float16": "16-mixed"}
+
+
+def with_figures(plan: Plan, task: PlanTask) -> Plan:
+    """Return a plan with the figures of its task."""
+    return replace(plan, figures=task_figures(task))
+
+
+def task_figures(task: PlanTask) -> TaskFigures:
+    """Return the figures of a task's step on its devices."""
+    step = task.step
+    cluster = task.cluster
+    flops = matmul_flops(step)
+    precision = precision_of(step, flops)
+    samples = num_samples(step) or step.batch_size
+    half, half_seconds = "", None
+    if precision == "32-true":
+        half, half_seconds = _half_precision(flops, cluster.device, cluster.num_devices)
+
+    # Times that were measured, or a cost model of the user's, need no FLOP/s.
+    has_other_costs = task.costs is not None or task.options.costs is not None
+    is_priced_by_peak = not (cluster.measured or has_other_costs)
+    return TaskFigures(
+        num_samples=samples,
+        num_tokens=num_tokens(step, samples),
+        precision=precision,
+        peak_seconds=seconds_at_peak(flops, cluster.device, cluster.num_devices),
+        half_precision=half,
+        half_peak_seconds=half_seconds,
+        assumed_rates=_assumed_rates(flops, cluster.device) if is_priced_by_peak else {},
+        memory_limit=task.memory_limit if math.isfinite(task.memory_limit) else None,
+    )
+
+
+def num_tokens(step: StepGraph, samples: int) -> int:
+    """Return the tokens of a step: the indices of all samples that are looked up in one embedding.
+
+    Of several embeddings, the one with the most counts: a model looks up positions and kinds of the
+    same tokens as well.
+
+    Args:
+        step: of all devices.
+        samples: of the step.
+
+    Returns:
+        0 if no embedding is of sequences.
+    """
+    indices_of_table: dict[int, dict[int, int]] = defaultdict(dict)
+    for op in step.ops:
+        if op_base_name(of_one_rank(op.call)) != "embedding" or len(op.operands) < 2:
+            continue
+        table, indices = op.operands[:2]
+        meta = step.values[indices]
+        # [samples, tokens]
+        is_of_sequences = len(meta.shape) >= 2 and samples > 0 and meta.shape[0] % samples == 0
+        if is_of_sequences:
+            indices_of_table[table][indices] = meta.num_elements
+    return max((sum(sizes.values()) for sizes in indices_of_table.values()), default=0)
+
+
+def precision_of(step: StepGraph, flops: Mapping[str, float]) -> str:
+    """Return the Trainer's name of the precision of a step, or its dtypes in words.
+
+    Args:
+        step: with its parameters.
+        flops: of `matmul_flops`.
+
+    Returns:
+        "" if it has no parameters in floating point.
+    """
+    elements: Counter[str] = Counter()
+    for parameter in step.parameters:
+        if parameter.meta.dtype.is_floating_point:
+            dtype = str(parameter.meta.dtype).removeprefix("torch.")
+            elements[dtype] += parameter.meta.num_elements
+    if not elements:
+        return ""
+    ((stored, _),) = elements.most_common(1)
+    computed = next(iter(flops), stored)
+    words = f"{stored} parameters, {computed} matmuls"
+    return PRECISION_NAMES.get((stored, computed), words)
+
+
+def _half_precision(
+    flops: Mapping[str, float], device: DeviceSpec, num_devices: int
+) -> tuple[str, float | None]:
+    """Return a precision in which the matmuls of a step in float32 have a higher peak, and their
+    seconds at it; "" and None if there is none.
+    """
+    peaks = dict(device.peak_flops)
+    for dtype, name in HALF_PRECISIONS.items():
+        if peaks.get(dtype, 0.0) > peaks.get("float32", math.inf):
+            others = {other: number for other, number in flops.items() if other != "float32"}
+            halved = {**others, dtype: others.get(dtype, 0.0) + flops.get("float32", 0.0)}
+            return name, seconds_at_peak(halved, device, num_devices)
+    return "", None
+
+
+def _assumed_rates(flops: Mapping[str, float], device: DeviceSpec) -> dict[str, str]:
+    """Return the dtypes of matmuls for which a device has no FLOP/s, each with the dtype whose
+    FLOP/s are taken.
+    """
+    assumed = {}
+    for dtype in flops:
+        rated = rated_dtype(device, dtype)
+        if rated != dtype:
+            assumed[dtype] = rated
+    return assumed

@@ -1,0 +1,78 @@
+"""The change that would help a plan most follows from what takes its time."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from cli.test_display import gpt_plan
+from cli.test_summary import FIGURES, MEMORY, with_predicted
+from cli.test_timeline import staged
+
+from alpa_strategy.display.advice import best_change
+from alpa_strategy.ir.plan import Collective, Plan, Predicted
+
+
+def one_stage(phase: str = "step", **seconds: float) -> Plan:
+    """A plan of one stage whose only collective is of `phase`."""
+    parts = {f"{name}_seconds": value for name, value in seconds.items()}
+    total = sum(seconds.values())
+    predicted = Predicted(total, 11 * 2**30, memory=MEMORY, **parts)
+    plan = gpt_plan()
+    collective = Collective("all_reduce", 0, phase, 1, 2**30, seconds.get("communication", 0.0))
+    stage = replace(plan.stages[0], collectives=(collective,))
+    return with_predicted(replace(plan, stages=(stage,)), predicted)
+
+
+def test_half_precision_is_proposed_where_matmuls_take_the_time() -> None:
+    plan = replace(one_stage(compute=0.7, communication=0.1), figures=FIGURES)
+    # 0.4 - 0.1 seconds of 0.8.
+    assert best_change(plan) == 'precision="bf16-mixed": about 1.60x the samples/s'
+
+
+def test_what_is_done_once_per_step_is_shared_by_a_larger_batch() -> None:
+    plan = one_stage(compute=0.5, communication=0.3, optimizer=0.1, host=0.1)
+    # Half of 0.5 seconds is saved; activations take 9 GiB more.
+    expected = "a batch twice as large (20.0 GiB a device): about 1.33x the samples/s"
+    assert best_change(plan, 22 * 2**30) == expected
+    # Without the host's seconds, and without more memory.
+    text = best_change(plan, 16 * 2**30)
+    assert text is not None
+    assert text.startswith("accumulate_grad_batches twice as large: about 1.25x the samples/s")
+    assert "a batch twice as large, with more memory: about 1.33x" in text
+
+
+def test_collectives_between_ops_need_faster_links() -> None:
+    plan = one_stage("forward", compute=0.5, communication=0.5)
+    assert best_change(plan) == "links twice as fast: about 1.33x the samples/s"
+
+
+def test_a_step_of_computation_needs_devices() -> None:
+    plan = one_stage(compute=0.97, communication=0.03)
+    text = best_change(plan)
+    assert text == "more or faster devices: computation takes 97% of the step"
+
+
+def test_more_micro_batches_shorten_the_waiting_of_a_pipeline() -> None:
+    plan = staged("1F1B")
+    busy = 0.5 * plan.predicted.step_seconds
+    predicted = replace(
+        plan.predicted,
+        compute_seconds=busy,
+        communication_seconds=0.0,
+        optimizer_seconds=0.0,
+        memory={"activations": 100},
+    )
+    stages = tuple(replace(stage, predicted=predicted) for stage in plan.stages)
+    plan = replace(plan, predicted=predicted, stages=stages)
+    text = best_change(plan, 101)
+    # Under 1F1B twice as many micro-batches need no more memory.
+    assert text is not None
+    assert text.startswith("a batch twice as large (100 B a device): about 1.33x")
+    stored = replace(plan, schedule="GPipe")
+    assert "with more memory" in (best_change(stored, 101) or "")
+
+
+@pytest.mark.parametrize("seconds", [0.0, 1.0])
+def test_without_seconds_of_the_parts_nothing_is_proposed(seconds: float) -> None:
+    assert best_change(with_predicted(gpt_plan(), Predicted(seconds, 1))) is None

@@ -1,0 +1,55 @@
+"""Optimizers as people write them train under any plan as on one device: fp64, 5 steps, 1e-9."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+from equality.harness import assert_same, record_model
+from optimizers.matrix_optimizers import with_optimizer
+from optimizers.peoples_optimizers import PEOPLES_OPTIMIZERS
+from recipe_models import MODELS
+
+PLANS = {
+    "data": {"parallel": "data"},
+    "zero1": {"parallel": "zero1"},
+    "zero2": {"parallel": "zero2"},
+    "zero3": {"parallel": "zero3"},
+    "tensor": {"parallel": "tensor"},
+    "stages": {"num_stages": 2, "num_microbatches": 2},
+}
+# The others are slow.
+QUICK_PLANS = ("zero3", "stages")
+CASES = []
+for case in itertools.product(PEOPLES_OPTIMIZERS, PLANS):
+    marks = () if case[1] in QUICK_PLANS else (pytest.mark.slow,)
+    CASES.append(pytest.param(*case, marks=marks, id="-".join(case)))
+
+
+def train(optimizer: str, strategy: dict[str, Any] | None, world_size: int) -> dict[str, Any]:
+    """`record_model` of GPT with an optimizer."""
+    model_class = with_optimizer(MODELS["gpt"], PEOPLES_OPTIMIZERS[optimizer])
+    return record_model(model_class, {}, strategy, 5, world_size)
+
+
+@pytest.fixture(scope="module")
+def one_device(pool):
+    """Runs of one device by optimizer."""
+    results: dict[str, Any] = {}
+
+    def get(optimizer: str) -> Any:
+        if optimizer not in results:
+            (results[optimizer],) = pool.run(1, train, optimizer, None, 2, init_group=False)
+        return results[optimizer]
+
+    return get
+
+
+@pytest.mark.parametrize(("optimizer", "plan"), CASES)
+def test_two_ranks(pool, one_device, tmp_path, optimizer: str, plan: str) -> None:
+    strategy = {**PLANS[plan], "cluster": "pcie_8gpu", "plan_dir": str(tmp_path)}
+    for run in pool.run(2, train, optimizer, strategy, 2):
+        assert_same(run, one_device(optimizer))
+        if plan in ("zero3", "tensor"):
+            assert any(modes.startswith("S") for modes in run["modes"].values())
