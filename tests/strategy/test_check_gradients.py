@@ -5,11 +5,13 @@ well.
 from __future__ import annotations
 
 import warnings
+from itertools import product
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
 import torch
+from covering import in_tiers
 from quiet import QUIET
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
@@ -143,13 +145,12 @@ RUNS = {
 }
 
 
-@pytest.mark.parametrize("run", RUNS)
-def test_nothing_is_said_where_nothing_is_wrong(pool, tmp_path, run: str) -> None:
-    assert reports(pool, tmp_path, "none", RUNS[run]) == []
-
-
-@pytest.mark.parametrize("run", RUNS)
-def test_what_one_device_would_have_is_said_once_and_is_no_error(pool, tmp_path, run: str) -> None:
+@pytest.mark.parametrize(("run", "fault"), in_tiers(product(RUNS, ("none", "own"))))
+def test_only_what_is_wrong_is_said_and_is_no_error(pool, tmp_path, run: str, fault: str) -> None:
+    """What one device would have is said once."""
+    if fault == "none":
+        assert reports(pool, tmp_path, "none", RUNS[run]) == []
+        return
     (said,) = reports(pool, tmp_path, "own", RUNS[run])
     assert "step 2:" in said or "step 3:" in said
     if run != "pipeline":

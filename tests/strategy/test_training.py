@@ -7,6 +7,7 @@ strategy.
 
 from __future__ import annotations
 
+from itertools import product
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -15,6 +16,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 import torchmetrics
+from covering import in_tiers
 from models import MLP
 from quiet import QUIET
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
@@ -140,14 +142,14 @@ GLOBAL_ZERO3 = {"parallel": "zero3", "batch_scope": "global"}
 
 
 @pytest.mark.parametrize(
-    "strategy", [ZERO3, {"parallel": "zero2"}, TENSOR], ids=lambda s: s["parallel"]
+    ("parallel", "option"),
+    in_tiers(
+        product(("zero3", "zero2", "tensor"), ("accumulate_grad_batches", "gradient_clip_val"))
+    ),
 )
-@pytest.mark.parametrize(
-    "arguments",
-    [{"accumulate_grad_batches": 2}, {"gradient_clip_val": 0.1}],
-    ids=["accumulation", "clip"],
-)
-def test_accumulation_and_clipping(pool, tmp_path: Path, strategy: dict, arguments: dict) -> None:
+def test_accumulation_and_clipping(pool, tmp_path: Path, parallel: str, option: str) -> None:
+    strategy = {"parallel": parallel}
+    arguments = {option: {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1}[option]}
     reference = train(MLP, str(tmp_path), None, **arguments)
     for run in pool.run(2, run_train, "MLP", str(tmp_path), strategy, arguments):
         assert_same(run, reference)
