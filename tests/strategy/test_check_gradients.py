@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import warnings
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -109,8 +110,12 @@ def train(root: str, fault: str, net: str, options: dict[str, Any]) -> list[str]
     sampler: Any = DistributedSampler(data, 2, torch.distributed.get_rank(), shuffle=False)
     callbacks = {"device": Device, "link": Link, "wrong": Wrong}
     checks = {"check_gradients": True, "check_replicas_every": 0}
+    # Plans are made once for all tests, whose folders lie side by side.
+    plan_dir = Path(root).parent / "plans"
     trainer = pl.Trainer(
-        strategy=AlpaStrategy(cluster="pcie_8gpu", verbose=False, **checks, **options),
+        strategy=AlpaStrategy(
+            cluster="pcie_8gpu", plan_dir=plan_dir, verbose=False, **checks, **options
+        ),
         accelerator="cpu",
         devices=2,
         max_epochs=1,

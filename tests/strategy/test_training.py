@@ -75,7 +75,9 @@ def train(
     loader = _loader(data, strategy, world_size)
     parallel: dict[str, Any] = {"devices": 1}
     if strategy is not None:
-        defaults = {"cluster": "pcie_8gpu", "plan_dir": f"{root}/plans", "verbose": False}
+        # Plans are made once for all tests, whose folders lie side by side.
+        plan_dir = Path(root).parent / "plans"
+        defaults = {"cluster": "pcie_8gpu", "plan_dir": plan_dir, "verbose": False}
         strategy_of_run = AlpaStrategy(**{**defaults, **strategy})
         parallel = {"devices": world_size, "strategy": strategy_of_run}
     trainer = pl.Trainer(
