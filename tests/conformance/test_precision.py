@@ -210,7 +210,14 @@ def test_losses_of_50_steps_are_those_of_ddp(
     assert reference["losses"][-1] < 0.9 * reference["losses"][0]
 
 
-@pytest.mark.parametrize("plan", CAPTURED)
+def captured_plans():
+    """Parameters in shards, and gradients of several micro-batches; the others are slow."""
+    for plan in CAPTURED:
+        marks = () if plan in ("zero3", "pipelined") else pytest.mark.slow
+        yield pytest.param(plan, marks=marks)
+
+
+@pytest.mark.parametrize("plan", list(captured_plans()))
 def test_all_ranks_skip_a_step_whose_gradients_overflow_on_one(pool, tmp_path, plan: str) -> None:
     """Gradients are clipped by value without the scale; the scaler's state is resumed."""
     given = ("16-mixed", str(tmp_path), 6, "value")

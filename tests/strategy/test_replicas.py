@@ -5,6 +5,7 @@ inside of them.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -198,6 +199,8 @@ def train(
             "batch_scope": "replica",
             "replicas": REPLICAS,
             "cluster": "pcie_8gpu",
+            # Plans are made once for all tests, whose folders lie side by side.
+            "plan_dir": Path(root).parent / "plans",
             "verbose": False,
         }
         strategy = AlpaStrategy(**{**given, **options})

@@ -7,6 +7,7 @@ strategy.
 
 from __future__ import annotations
 
+from itertools import product
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -15,6 +16,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 import torchmetrics
+from covering import in_tiers
 from models import MLP
 from quiet import QUIET
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
@@ -73,7 +75,9 @@ def train(
     loader = _loader(data, strategy, world_size)
     parallel: dict[str, Any] = {"devices": 1}
     if strategy is not None:
-        defaults = {"cluster": "pcie_8gpu", "plan_dir": f"{root}/plans", "verbose": False}
+        # Plans are made once for all tests, whose folders lie side by side.
+        plan_dir = Path(root).parent / "plans"
+        defaults = {"cluster": "pcie_8gpu", "plan_dir": plan_dir, "verbose": False}
         strategy_of_run = AlpaStrategy(**{**defaults, **strategy})
         parallel = {"devices": world_size, "strategy": strategy_of_run}
     trainer = pl.Trainer(
@@ -140,14 +144,14 @@ GLOBAL_ZERO3 = {"parallel": "zero3", "batch_scope": "global"}
 
 
 @pytest.mark.parametrize(
-    "strategy", [ZERO3, {"parallel": "zero2"}, TENSOR], ids=lambda s: s["parallel"]
+    ("parallel", "option"),
+    in_tiers(
+        product(("zero3", "zero2", "tensor"), ("accumulate_grad_batches", "gradient_clip_val"))
+    ),
 )
-@pytest.mark.parametrize(
-    "arguments",
-    [{"accumulate_grad_batches": 2}, {"gradient_clip_val": 0.1}],
-    ids=["accumulation", "clip"],
-)
-def test_accumulation_and_clipping(pool, tmp_path: Path, strategy: dict, arguments: dict) -> None:
+def test_accumulation_and_clipping(pool, tmp_path: Path, parallel: str, option: str) -> None:
+    strategy = {"parallel": parallel}
+    arguments = {option: {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1}[option]}
     reference = train(MLP, str(tmp_path), None, **arguments)
     for run in pool.run(2, run_train, "MLP", str(tmp_path), strategy, arguments):
         assert_same(run, reference)
