@@ -74,11 +74,9 @@ def _gain(plan: Plan, saved_seconds: float) -> float:
 def _half_precision(plan: Plan) -> list[Change]:
     """Return half precision, if the devices multiply faster in it."""
     figures = plan.figures
-    if figures is None or figures.peak_seconds is None or figures.half_peak_seconds is None:
+    if figures is None or figures.half_share is None:
         return []
-    saved = figures.peak_seconds - figures.half_peak_seconds
-    # What the matmuls take at their peak is all that is known to shrink.
-    saved = min(saved, plan.predicted.compute_seconds)
+    saved = plan.predicted.compute_seconds * (1 - figures.half_share)
     return [Change(f'precision="{figures.half_precision}"', _gain(plan, saved))]
 
 

@@ -22,10 +22,10 @@ class TaskFigures:
     # Seconds of the matmuls of a step if all devices were at their peak; None: not known.
     peak_seconds: float | None = None
 
-    # A precision in which the matmuls have a higher peak, and `peak_seconds` in it. "": there is
-    # none.
+    # A precision in which the matmuls have a higher peak, and the share of the ops' seconds that
+    # the step takes with its matmuls in it. "": there is none.
     half_precision: str = ""
-    half_peak_seconds: float | None = None
+    half_share: float | None = None
 
     # Dtype of matmuls for which the cluster has no FLOP/s -> the dtype whose FLOP/s were taken.
     assumed_rates: dict[str, str] = field(default_factory=dict)

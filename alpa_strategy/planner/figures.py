@@ -5,11 +5,16 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping
 from dataclasses import replace
 
+import torch
+
 from alpa_strategy.cluster.devices import DeviceSpec
-from alpa_strategy.cost.flops import of_one_rank, op_base_name
+from alpa_strategy.cost.flops import of_one_rank, op_base_name, product_kind
+from alpa_strategy.cost.model import OpCosts
 from alpa_strategy.cost.peak import matmul_flops, seconds_at_peak
 from alpa_strategy.cost.roofline import rated_dtype
 from alpa_strategy.ir.graph import StepGraph
+from alpa_strategy.ir.op import OpCall, TensorMeta
+from alpa_strategy.ir.per_rank import PerRank
 from alpa_strategy.ir.plan import Plan
 from alpa_strategy.ir.task_figures import TaskFigures
 from alpa_strategy.microbatch.transform import num_samples
@@ -25,7 +30,7 @@ PRECISION_NAMES = {
     ("float16", "float16"): "16-true",
 }
 # Precisions that a step in float32 may have instead, the best known to converge first.
-HALF_PRECISIONS = {"bfloat16": "bf16-mixed", "float16": "16-mixed"}
+HALF_PRECISIONS = {torch.bfloat16: "bf16-mixed", torch.float16: "16-mixed"}
 
 
 def with_figures(plan: Plan, task: PlanTask) -> Plan:
@@ -40,9 +45,9 @@ def task_figures(task: PlanTask) -> TaskFigures:
     flops = matmul_flops(step)
     precision = precision_of(step, flops)
     samples = num_samples(step) or step.batch_size
-    half, half_seconds = "", None
-    if precision == "32-true":
-        half, half_seconds = _half_precision(flops, cluster.device, cluster.num_devices)
+    half, half_share = "", None
+    if precision == "32-true" and task.options.costs is None:
+        half, half_share = _half_precision(step, cluster.device, task.op_costs)
 
     # Times that were measured, or a cost model of the user's, need no FLOP/s.
     has_other_costs = task.costs is not None or task.options.costs is not None
@@ -53,7 +58,7 @@ def task_figures(task: PlanTask) -> TaskFigures:
         precision=precision,
         peak_seconds=seconds_at_peak(flops, cluster.device, cluster.num_devices),
         half_precision=half,
-        half_peak_seconds=half_seconds,
+        half_share=half_share,
         assumed_rates=_assumed_rates(flops, cluster.device) if is_priced_by_peak else {},
         memory_limit=task.memory_limit if math.isfinite(task.memory_limit) else None,
     )
@@ -109,18 +114,38 @@ def precision_of(step: StepGraph, flops: Mapping[str, float]) -> str:
 
 
 def _half_precision(
-    flops: Mapping[str, float], device: DeviceSpec, num_devices: int
+    step: StepGraph, device: DeviceSpec, costs: OpCosts
 ) -> tuple[str, float | None]:
-    """Return a precision in which the matmuls of a step in float32 have a higher peak, and their
-    seconds at it; "" and None if there is none.
+    """Return a precision in which the matmuls of a step in float32 have a higher peak, and the
+    share of the ops' seconds that the step takes with them in it; "" and None if there is none.
     """
     peaks = dict(device.peak_flops)
     for dtype, name in HALF_PRECISIONS.items():
-        if peaks.get(dtype, 0.0) > peaks.get("float32", math.inf):
-            others = {other: number for other, number in flops.items() if other != "float32"}
-            halved = {**others, dtype: others.get(dtype, 0.0) + flops.get("float32", 0.0)}
-            return name, seconds_at_peak(halved, device, num_devices)
+        if peaks.get(str(dtype).removeprefix("torch."), 0.0) <= peaks.get("float32", math.inf):
+            continue
+        seconds = halved_seconds = 0.0
+        for op in step.ops:
+            of_op = sum(costs.op_seconds(op.call))
+            seconds += of_op
+            is_halved = product_kind(op.call) is not None
+            halved_seconds += sum(costs.op_seconds(_in(op.call, dtype))) if is_halved else of_op
+        return name, halved_seconds / seconds if seconds else None
     return "", None
+
+
+def _in(call: OpCall, dtype: torch.dtype) -> OpCall:
+    """Return a call whose float32 tensors have another dtype."""
+    if isinstance(call.target, PerRank):
+        # It has the call on one rank's samples.
+        return call
+
+    def converted(metas: tuple[TensorMeta, ...]) -> tuple[TensorMeta, ...]:
+        others = []
+        for meta in metas:
+            others.append(replace(meta, dtype=dtype) if meta.dtype == torch.float32 else meta)
+        return tuple(others)
+
+    return replace(call, operands=converted(call.operands), results=converted(call.results))
 
 
 def _assumed_rates(flops: Mapping[str, float], device: DeviceSpec) -> dict[str, str]:

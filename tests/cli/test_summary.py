@@ -20,7 +20,7 @@ FIGURES = TaskFigures(
     precision="32-true",
     peak_seconds=0.4,
     half_precision="bf16-mixed",
-    half_peak_seconds=0.1,
+    half_share=0.5,
     memory_limit=22 * 2**30,
 )
 
