@@ -15,6 +15,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+# Exit code of the command if nothing fits.
+DOES_NOT_FIT = 2
 CONFIGS = Path(__file__).parent.parent / "tests" / "fit" / "configs"
 
 # Configuration -> nodes of 8 H100, tokens of a sequence, sequences of a step, precision. After
@@ -43,6 +45,8 @@ def measured(name: str, changes: int) -> list[str]:
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     seconds = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
     answer = "does not fit"
+    if done.returncode not in (0, DOES_NOT_FIT):
+        sys.exit(f"{' '.join(command)}\n{done.stdout}{done.stderr}")
     if done.returncode == 0:
         speed = re.search(r"^speed +(.*?) *$", done.stdout, re.MULTILINE)
         plan = re.search(r"^plan +(.*?) *$", done.stdout, re.MULTILINE)

@@ -73,7 +73,8 @@ def inspect_optimizer(
     # Any class of any package is tried here, so any error may come: it means "cannot be known",
     # never a crash.
     except Exception as error:
-        problem = f"{type(error).__name__}: {error}"
+        first_line, _, _ = str(error).partition("\n")
+        problem = f"{type(error).__name__}: {first_line}"
         return OptimizerInfo(
             8.0, element_wise=False, name=name, parameter_wise=False, problem=problem
         )
