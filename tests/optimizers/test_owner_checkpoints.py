@@ -48,7 +48,9 @@ def test_resumed_under_another_plan(pool, tmp_path: Path, optimizer: str, saved:
         ("8-bit", "stages", "zero2 on 3"),
         ("chained", "zero3", "stages"),
         ("lookahead of a chain", "stages", "zero3"),
-        pytest.param("soap", "tensor", "zero2 on 3", marks=pytest.mark.slow),
+        # Under `tensor` gradients round otherwise, and batches that repeat have gradients of low
+        # rank: their eigenvectors are any basis of a space, which the last bit decides.
+        pytest.param("soap", "zero3", "zero2 on 3", marks=pytest.mark.slow),
         pytest.param("lars", "data", "zero3", marks=pytest.mark.slow),
         pytest.param("muon with aux adam", "zero3", "tensor", marks=pytest.mark.slow),
         pytest.param("combined", "zero2 on 3", "stages", marks=pytest.mark.slow),
