@@ -23,7 +23,10 @@ from alpa_strategy.ir.op import AxisStrategy
 from alpa_strategy.ir.parameter_plan import ParameterPlan, modes_text, parse_modes
 from alpa_strategy.ir.placement import DualLayout, dual_layout, dual_layout_to_str
 
-FIX = "correct the file by hand, or delete it: the run then makes a new plan"
+FIX = (
+    "plan again with this version (`alpa plan`; a run plans again once the file is deleted), or"
+    " correct the file by hand"
+)
 
 # Field -> its name in the file, if that is another one.
 _NAMES_IN_FILE = {

@@ -334,7 +334,8 @@ def _stored(wanted: Fingerprint, step: StepGraph, job: Job, make: Callable[[], P
     _check_computes(plan, step, job)
     try:
         store.put(plan)
-        job.progress.say(f"alpa: plan stored in {store.location(plan.fingerprint)}")
+        where = f"{store.location(plan.fingerprint)}{_page_beside(plan, job)}"
+        job.progress.say(f"alpa: plan stored in {where}")
     except OSError as error:
         place = job.plan_url or store.folder
         job.progress.say(f"alpa: the plan cannot be stored in {place}: {error.strerror or error}")
@@ -418,6 +419,15 @@ def _store_page(plan: Plan, task: PlanTask, job: Job) -> None:
         store_page(path, plan, None if is_measured else task)
     except (OSError, AlpaError) as error:
         job.progress.say(f"alpa: the plan's page cannot be written: {error}")
+
+
+def _page_beside(plan: Plan, job: Job) -> str:
+    """Return words for where the page of a new plan is; none if there is no page."""
+    # It was imported to write the page.
+    from alpa_strategy.page.page import page_path
+
+    page = page_path(PlanStore(job.plan_folder).path(plan.fingerprint))
+    return f", its page in {page.name} beside it" if page.is_file() else ""
 
 
 def _chosen(task: PlanTask, job: Job, pinned: Mapping[str, ParameterPlan] | None) -> Plan:

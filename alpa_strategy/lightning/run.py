@@ -55,6 +55,8 @@ from alpa_strategy.runtime.host_memory import enforce_memory_plan, tuned
 from alpa_strategy.runtime.step_by_bucket import fused
 
 MEASURED_STEPS = range(5, 25)
+# In a training that ends before: at least so many.
+LEAST_MEASURED = 5
 # Before the Trainer clears them.
 _SEE_GRADIENTS = ("on_before_zero_grad", "optimizer_zero_grad")
 # Number of shapes that are captured if steps may run eagerly: two (a last batch may be shorter),
@@ -465,14 +467,32 @@ class Run(ShardedRun):
         self._step_starts.append(time.perf_counter())
         self._loop_clock.end_step()
         if count == MEASURED_STEPS.stop:
-            starts = self._step_starts[MEASURED_STEPS.start :]
-            seconds = statistics.median(b - a for a, b in itertools.pairwise(starts))
-            # Single starts are the host's; both ends were waited for.
+            self._report_measured(self._step_starts[MEASURED_STEPS.start :])
+
+    @override
+    def finish_measuring(self) -> float | None:
+        """Say how long a step takes if the training ends before it was said, and return it."""
+        starts = self._step_starts[MEASURED_STEPS.start :]
+        if self.measured_step_seconds is None and len(starts) >= LEAST_MEASURED:
             if self._job.device.type == "cuda":
-                seconds = (starts[-1] - starts[0]) / (len(starts) - 1)
-            self.measured_step_seconds = seconds
-            rates = rates_text(self.plan.figures, seconds)
-            self._job.progress.say(measured_line(self._predicted(), seconds, rates))
+                torch.cuda.synchronize(self._job.device)
+            self._report_measured([*starts, time.perf_counter()])
+        return self.measured_step_seconds
+
+    def _report_measured(self, starts: Sequence[float]) -> None:
+        """Say how long a step takes against the prediction.
+
+        Args:
+            starts: when steps began, and when the last one ended; on GPUs both ends were waited
+                for.
+        """
+        seconds = statistics.median(b - a for a, b in itertools.pairwise(starts))
+        # Single starts are the host's.
+        if self._job.device.type == "cuda":
+            seconds = (starts[-1] - starts[0]) / (len(starts) - 1)
+        self.measured_step_seconds = seconds
+        rates = rates_text(self.plan.figures, seconds)
+        self._job.progress.say(measured_line(self._predicted(), seconds, rates))
 
     def _predicted(self) -> Predicted:
         """The plan's prediction, with the loop as it was in the first steps: no plan can know

@@ -287,6 +287,10 @@ class ShardedRun(ABC):
             self.check_gradients()
         return self.full_parameters.suspended(True)
 
+    def finish_measuring(self) -> float | None:
+        """Return the seconds of a step when the training ends; None: they are not known."""
+        return self.measured_step_seconds
+
     def stepped(self) -> None:
         """Finish an optimizer's step. Collective at the steps at which replicas are compared."""
         for by_bucket in self._by_bucket:

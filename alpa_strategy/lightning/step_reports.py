@@ -38,14 +38,14 @@ class StepReports:
 
     def end(self, run: "ShardedRun | None") -> None:
         """Report what is left when the training ends. Collective."""
+        seconds = None if run is None else run.finish_measuring()
         if self._profile is not None:
             self._profile.end(run)
         if run is not None and rank_in(None) == 0:
-            self._store_seconds(run)
+            self._store_seconds(run, seconds)
 
-    def _store_seconds(self, run: "ShardedRun") -> None:
+    def _store_seconds(self, run: "ShardedRun", seconds: float | None) -> None:
         """Store the seconds of a step beside the plan, whose page shows them."""
-        seconds = run.measured_step_seconds
         path = run.plan_path
         if seconds is None or not path.exists():
             return

@@ -6,9 +6,16 @@ import gzip
 from dataclasses import replace
 from pathlib import Path
 
+import lightning.pytorch as pl
 import pytest
+import torch
+from equality.harness import Rows
+from models import MLP
 from page.test_details import PIPELINE, planned
+from quiet import QUIET
+from torch.utils.data import DataLoader
 
+from alpa_strategy import AlpaStrategy
 from alpa_strategy.cli import main
 from alpa_strategy.display.measured import measured_parts, predicted_parts
 from alpa_strategy.errors import PlanError
@@ -104,3 +111,29 @@ def test_files_of_other_plans_are_ignored_and_broken_ones_are_errors(tmp_path: P
     measured_path(path).write_bytes(gzip.compress(b'{"measured_version": 99}'))
     with pytest.raises(PlanError, match="have version 99"):
         measured_of_file(path, plan)
+
+
+@pytest.mark.parametrize(("num_steps", "is_measured"), [(8, False), (14, True)])
+def test_a_short_training_says_its_measured_step_at_its_end(
+    tmp_path: Path, capfd, num_steps: int, is_measured: bool
+) -> None:
+    """Steps are measured from the sixth on."""
+    model = MLP()
+    rows = Rows(model.example_batch(2 * num_steps, torch.Generator().manual_seed(0)))
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        devices=1,
+        strategy=AlpaStrategy(),
+        max_steps=num_steps,
+        default_root_dir=tmp_path,
+        **QUIET,
+    )
+    trainer.fit(model, DataLoader(rows, batch_size=2))
+    (plan_file,) = [
+        path for path in tmp_path.glob(".alpa/plans/*.json") if path.suffixes == [".json"]
+    ]
+    printed = "".join(capfd.readouterr())
+    assert ("step measured" in printed) == is_measured
+    assert f"its page in {page_path(plan_file).name}" in " ".join(printed.split())
+    measured = measured_of_file(plan_file, Plan.load(plan_file))
+    assert (measured is not None) == is_measured
