@@ -55,7 +55,7 @@ from alpa_strategy.runtime.host_memory import enforce_memory_plan, tuned
 from alpa_strategy.runtime.step_by_bucket import fused
 
 MEASURED_STEPS = range(5, 25)
-# In a training that ends before: at least so many.
+# The fewest steps that are measured where a training ends earlier.
 LEAST_MEASURED = 5
 # Before the Trainer clears them.
 _SEE_GRADIENTS = ("on_before_zero_grad", "optimizer_zero_grad")
