@@ -25,3 +25,15 @@ def devices_text(sizes: Sequence[int]) -> str:
     if least < most:
         return f"{least} to {most} devices"
     return "one device" if most == 1 else f"{most} devices"
+
+
+def busiest_stages(plan: Plan) -> list[int]:
+    """Return the indices of the stages on the devices whose seconds stand for the plan's step: the
+    devices of the stage that works longest.
+    """
+
+    def seconds(index: int) -> float:
+        return plan.stages[index].predicted.step_seconds
+
+    longest = max(range(len(plan.stages)), key=seconds)
+    return next(group for group in stages_by_devices(plan) if longest in group)
