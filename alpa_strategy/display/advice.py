@@ -8,6 +8,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from alpa_strategy.display.findings import slow_boundaries
 from alpa_strategy.display.stage_groups import busiest_stages, group_sizes
 from alpa_strategy.display.table import step_parts
 from alpa_strategy.display.timeline import ScheduleTimeline, plan_timeline
@@ -18,7 +19,7 @@ from alpa_strategy.units import format_bytes
 # A change must bring at least this share more samples per second.
 LEAST_GAIN = 0.05
 # With more idle time, as a mean over all devices, more or faster ones are no advice.
-MOST_IDLE = 0.25
+MOST_IDLE = 0.1
 
 
 @dataclass(frozen=True)
@@ -67,10 +68,30 @@ def best_change(plan: Plan, memory_limit: float | None = None) -> str | None:
         )
     if words:
         return "; ".join(words)
-    if _idle_share(plan) > MOST_IDLE:
-        return None
+    idle = _idle_shares(plan)
+    mean = sum(idle) / len(idle)
+    if mean > MOST_IDLE:
+        return _advice_on_idle_devices(plan, idle)
     share = parts["compute"] / sum(parts.values())
     return f"more or faster devices: computation takes {share:.0%} of the step"
+
+
+def _advice_on_idle_devices(plan: Plan, idle: Sequence[float]) -> str | None:
+    """Return faster links at the slowest boundary, if one is slow; None if none is.
+
+    Args:
+        plan: a pipeline.
+        idle: of every device, the share of the step.
+    """
+    slow = slow_boundaries(plan)
+    if not slow:
+        return None
+    _, stage = max(slow)
+    mean = sum(idle) / len(idle)
+    return (
+        f"faster links between stages {stage} and {stage + 1}: beside a slow boundary stages are"
+        f" unequal, and devices are idle for {mean:.0%} of the step (one for {max(idle):.0%})"
+    )
 
 
 def _waiting_share(plan: Plan) -> float:
@@ -79,16 +100,15 @@ def _waiting_share(plan: Plan) -> float:
     return parts.get("waiting", 0.0) / sum(parts.values())
 
 
-def _idle_share(plan: Plan) -> float:
-    """Return the share of the step in which devices are idle, the mean over all; 0 if it is not
-    known.
-    """
+def _idle_shares(plan: Plan) -> list[float]:
+    """Return the share of the step in which each device is idle; 0 if it is not known."""
     schedule = plan_timeline(plan)
     if schedule is None:
-        return 0.0
-    sizes = group_sizes(plan)
-    idle = sum(size * schedule.idle_share(mesh) for mesh, size in enumerate(sizes))
-    return idle / sum(sizes)
+        return [0.0]
+    idle: list[float] = []
+    for mesh, size in enumerate(group_sizes(plan)):
+        idle += [schedule.idle_share(mesh)] * size
+    return idle
 
 
 def _best(changes: Sequence[Change]) -> Change | None:

@@ -78,13 +78,21 @@ def _largest_collective(plan: Plan) -> str:
     )
 
 
-def _slow_boundaries(plan: Plan) -> list[str]:
-    """Return a line about the slowest boundary if it is slow, and how many others are."""
+def slow_boundaries(plan: Plan) -> list[tuple[float, int]]:
+    """Return seconds of a message each way and the index of the stage before it, of each boundary
+    that is slow.
+    """
     slow = []
     for index, stage in enumerate(plan.stages[:-1]):
         one_way = stage.boundary_seconds / 2
         if stage.forward_seconds and one_way >= SLOW_BOUNDARY * stage.forward_seconds:
             slow.append((one_way, index))
+    return slow
+
+
+def _slow_boundaries(plan: Plan) -> list[str]:
+    """Return a line about the slowest boundary if it is slow, and how many others are."""
+    slow = slow_boundaries(plan)
     if not slow:
         return []
     seconds, index = max(slow)

@@ -106,7 +106,14 @@ def test_waiting_that_no_change_shortens_is_named() -> None:
 def test_devices_are_not_the_advice_where_most_are_idle() -> None:
     plan = pipeline(last_forward=0.02)
     busy = replace(plan.predicted, compute_seconds=plan.predicted.step_seconds)
-    assert best_change(with_predicted(plan, busy)) is None
+    plan = with_predicted(plan, busy)
+    assert best_change(plan) is None
+    first, last = plan.stages
+    slow = replace(plan, stages=(replace(first, boundary_seconds=0.002), last))
+    assert best_change(slow) == (
+        "faster links between stages 0 and 1: beside a slow boundary stages are unequal, and"
+        " devices are idle for 43% of the step (one for 86%)"
+    )
 
 
 @pytest.mark.parametrize("seconds", [0.0, 1.0])
