@@ -3,7 +3,7 @@
 from alpa_strategy.display.stage_groups import busiest_stages, stages_by_devices
 from alpa_strategy.display.table import step_parts
 from alpa_strategy.display.timeline import device_range
-from alpa_strategy.ir.plan import Plan
+from alpa_strategy.ir.plan import Collective, Plan
 from alpa_strategy.units import format_bytes, format_seconds
 
 # A part of the step from this share on is worth a sentence.
@@ -53,11 +53,9 @@ def _largest_collective(plan: Plan) -> str:
     """Return a sentence on the collective that takes longest on the devices whose seconds the
     step's parts are, "" if they have none.
     """
-    pairs = [
-        (index, collective)
-        for index in busiest_stages(plan)
-        for collective in plan.stages[index].collectives
-    ]
+    pairs: list[tuple[int, Collective]] = []
+    for stage_index in busiest_stages(plan):
+        pairs += [(stage_index, c) for c in plan.stages[stage_index].collectives]
     if not pairs:
         return ""
     index, largest = max(pairs, key=lambda pair: pair[1].seconds)
@@ -122,7 +120,9 @@ def _imbalance(plan: Plan) -> list[str]:
     groups = stages_by_devices(plan)
     if len(groups) < 2 or not all(seconds):
         return []
-    by_group = [sum(seconds[index] for index in group) for group in groups]
+    by_group = []
+    for indices in groups:
+        by_group.append(sum(seconds[index] for index in indices))
     most = max(by_group)
     excess = most * len(groups) / sum(by_group) - 1
     if excess < WORTH_SAYING:
