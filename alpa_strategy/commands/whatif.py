@@ -15,7 +15,7 @@ from alpa_strategy.cluster.load import read_cluster_yaml
 from alpa_strategy.cluster.spec import ClusterSpec
 from alpa_strategy.commands.recipe_task import planned_recipe, split_overrides
 from alpa_strategy.display.console import make_console, plain
-from alpa_strategy.display.difference import change, difference_table, meshes_of, num_devices
+from alpa_strategy.display.difference import change, difference_table, num_devices, stages_text
 from alpa_strategy.display.findings import findings
 from alpa_strategy.display.progress import Progress
 from alpa_strategy.errors import OptionError, PlanError, did_you_mean
@@ -268,17 +268,10 @@ def _reasons(before: Plan, after: Plan, unchanged: UnchangedPlan) -> list[str]:
             lines.append(f"{line}, and fits: {memory}. The new plan saves {format_seconds(saved)}.")
         else:
             lines.append(f"{line}, and fits: {memory}. No other plan is faster.")
-    has_other_stages = len(before.stages) != len(after.stages)
-    if has_other_stages or meshes_of(before) != meshes_of(after):
+    old_stages, new_stages = stages_text(before), stages_text(after)
+    if old_stages != new_stages:
         outcome = "which is faster there" if is_faster else "which is as fast there"
         if not unchanged.fits:
             outcome = "which fits there"
-        lines.append(f"It takes {_shape(after)} in the place of {_shape(before)}, {outcome}.")
+        lines.append(f"It has {new_stages}, {outcome}; the plan as it is has {old_stages}.")
     return [*lines, *findings(after)]
-
-
-def _shape(plan: Plan) -> str:
-    """Return number and meshes of the plan's stages as text."""
-    count = len(plan.stages)
-    stages = "one stage" if count == 1 else f"{count} stages"
-    return f"{stages} on {meshes_of(plan)}"

@@ -6,15 +6,20 @@ Nothing is planned: a change is weighed by the seconds that it takes away from t
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from alpa_strategy.display.findings import slow_boundaries
+from alpa_strategy.display.stage_groups import busiest_stages, group_sizes
 from alpa_strategy.display.table import step_parts
+from alpa_strategy.display.timeline import ScheduleTimeline, plan_timeline
 from alpa_strategy.ir.plan import Plan, StagePlan, memory_by_mesh
 from alpa_strategy.schedules import SCHEDULES, in_flight_by_stage, refusal
 from alpa_strategy.units import format_bytes
 
 # A change must bring at least this share more samples per second.
 LEAST_GAIN = 0.05
+# With more idle time, as a mean over all devices, more or faster ones are no advice.
+MOST_IDLE = 0.1
 
 
 @dataclass(frozen=True)
@@ -38,7 +43,8 @@ def best_change(plan: Plan, memory_limit: float | None = None) -> str | None:
         memory_limit: bytes per device; None: that of the plan's figures.
 
     Returns:
-        None if the seconds of the plan's step are not known.
+        None if the seconds of the plan's step are not known, or if its devices are idle for a good
+        part of it and no change that is known helps.
     """
     parts = step_parts(plan)
     if not parts or plan.predicted.step_seconds <= 0:
@@ -53,10 +59,56 @@ def best_change(plan: Plan, memory_limit: float | None = None) -> str | None:
     if of_cluster is not None and (best is None or of_cluster.gain > best.gain):
         unit = "" if words else " the samples/s"
         words.append(f"{of_cluster.text}: about {of_cluster.gain:.2f}x{unit}")
-    if not words:
-        share = parts["compute"] / sum(parts.values())
-        return f"more or faster devices: computation takes {share:.0%} of the step"
-    return "; ".join(words)
+    waiting = _waiting_share(plan)
+    largest_gain = max((c.gain for c in (best, of_cluster) if c is not None), default=1.0)
+    if waiting - (1 - 1 / largest_gain) >= LEAST_GAIN:
+        words.append(
+            f"waiting takes {waiting:.0%} of the step: where schedule=, num_stages= or"
+            " num_microbatches= is pinned, another may wait less"
+        )
+    if words:
+        return "; ".join(words)
+    idle = _idle_shares(plan)
+    mean = sum(idle) / len(idle)
+    if mean > MOST_IDLE:
+        return _advice_on_idle_devices(plan, idle)
+    share = parts["compute"] / sum(parts.values())
+    return f"more or faster devices: computation takes {share:.0%} of the step"
+
+
+def _advice_on_idle_devices(plan: Plan, idle: Sequence[float]) -> str | None:
+    """Return faster links at the slowest boundary, if one is slow; None if none is.
+
+    Args:
+        plan: a pipeline.
+        idle: of every device, the share of the step.
+    """
+    slow = slow_boundaries(plan)
+    if not slow:
+        return None
+    _, stage = max(slow)
+    mean = sum(idle) / len(idle)
+    return (
+        f"faster links between stages {stage} and {stage + 1}: beside a slow boundary stages are"
+        f" unequal, and devices are idle for {mean:.0%} of the step (one for {max(idle):.0%})"
+    )
+
+
+def _waiting_share(plan: Plan) -> float:
+    """Return the share of the step in which the busiest devices wait."""
+    parts = step_parts(plan)
+    return parts.get("waiting", 0.0) / sum(parts.values())
+
+
+def _idle_shares(plan: Plan) -> list[float]:
+    """Return the share of the step in which each device is idle; 0 if it is not known."""
+    schedule = plan_timeline(plan)
+    if schedule is None:
+        return [0.0]
+    idle: list[float] = []
+    for mesh, size in enumerate(group_sizes(plan)):
+        idle += [schedule.idle_share(mesh)] * size
+    return idle
 
 
 def _best(changes: Sequence[Change]) -> Change | None:
@@ -86,7 +138,8 @@ def _larger_batch(plan: Plan, memory_limit: float | None) -> list[Change]:
     """
     parts = step_parts(plan)
     once = parts["optimizer"] + _seconds_once_per_step(plan)
-    once_per_batch = once + parts.get("host", 0.0) + parts.get("waiting", 0.0)
+    once_per_batch = once + parts.get("host", 0.0)
+    once_per_batch += _share_of_waiting_once(plan) * parts.get("waiting", 0.0)
     needed = _bytes_with_twice_the_batch(plan)
     if memory_limit is None and plan.figures is not None:
         memory_limit = plan.figures.memory_limit
@@ -112,6 +165,33 @@ def _seconds_once_per_step(plan: Plan) -> float:
         return 0.0
     once = sum(c.seconds for c in stage.collectives if c.phase == "step")
     return stage.predicted.communication_seconds * once / total
+
+
+def _share_of_waiting_once(plan: Plan) -> float:
+    """Return the share of a pipeline's waiting that twice as many micro-batches do not add to: to
+    fill and to drain it. The rest is waiting for messages and for other stages.
+    """
+    num_meshes = len(group_sizes(plan))
+    count = plan.num_microbatches
+    before = _schedule_with_waiting(plan)
+    if before is None or refusal(plan.schedule, num_meshes, 2 * count):
+        return 1.0
+    after = plan_timeline(replace(plan, num_microbatches=2 * count))
+    assert after is not None
+    stages = [plan.stages[index] for index in busiest_stages(plan)]
+    busy = count * sum(stage.forward_seconds + stage.backward_seconds for stage in stages)
+    waiting = before.seconds - busy
+    if waiting <= 0:
+        return 1.0
+    added = after.seconds - before.seconds - busy
+    return min(1.0, max(0.0, 1 - added / waiting))
+
+
+def _schedule_with_waiting(plan: Plan) -> ScheduleTimeline | None:
+    """Return the plan's schedule over time; None if it is not known, or if waiting takes too little
+    of the step to matter (long schedules take seconds to lay out).
+    """
+    return plan_timeline(plan) if _waiting_share(plan) >= LEAST_GAIN else None
 
 
 def _bytes_with_twice_the_batch(plan: Plan) -> float | None:
@@ -154,8 +234,24 @@ def _no_recomputation(plan: Plan) -> list[Change]:
 
 def _faster_links(plan: Plan) -> list[Change]:
     """Return links of twice the bandwidth."""
-    saved = plan.predicted.communication_seconds / 2
-    return [Change("links twice as fast", _gain(plan, saved), is_of_cluster=True)]
+    in_stages = plan.predicted.communication_seconds / 2
+    between = _saved_by_faster_boundaries(plan)
+    text = "links twice as fast"
+    if between > in_stages:
+        text += ", first of all between stages"
+    return [Change(text, _gain(plan, in_stages + between), is_of_cluster=True)]
+
+
+def _saved_by_faster_boundaries(plan: Plan) -> float:
+    """Return the seconds that a step is shorter if messages between stages take half as long."""
+    before = _schedule_with_waiting(plan)
+    if before is None:
+        return 0.0
+    stages = [replace(s, boundary_seconds=s.boundary_seconds / 2) for s in plan.stages]
+    after = plan_timeline(replace(plan, stages=tuple(stages)))
+    assert after is not None
+    waiting = step_parts(plan).get("waiting", 0.0)
+    return min(waiting, max(0.0, before.seconds - after.seconds))
 
 
 def _slowest(plan: Plan) -> StagePlan:

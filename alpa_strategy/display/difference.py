@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from itertools import groupby
 
 from rich import box
 from rich.console import Group, RenderableType
@@ -9,6 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from alpa_strategy.display.console import plain
+from alpa_strategy.display.stage_groups import stages_by_devices
 from alpa_strategy.display.table import collapse_indices, mesh_text, step_parts
 from alpa_strategy.ir.plan import Plan, modes_text
 from alpa_strategy.units import format_bytes, format_seconds
@@ -88,8 +90,33 @@ def num_devices(plan: Plan) -> int:
 
 
 def meshes_of(plan: Plan) -> str:
-    """Return the logical meshes of a plan's stages as text, equal ones once."""
-    return ", ".join(dict.fromkeys(mesh_text(stage.logical_mesh) for stage in plan.stages))
+    """Return the logical meshes of a plan's stages in order as text: `2 x 4` if all are equal, else
+    `2, 4, 1 (4 stages), 4`.
+    """
+    shapes = [mesh_text(stage.logical_mesh) for stage in plan.stages]
+    if len(set(shapes)) == 1:
+        return shapes[0]
+    texts = []
+    for shape, equal in groupby(shapes):
+        count = len(list(equal))
+        texts.append(shape if count == 1 else f"{shape} ({count} stages)")
+    return ", ".join(texts)
+
+
+def stages_text(plan: Plan) -> str:
+    """Return number, devices and meshes of a plan's stages as text: `4 stages, each on mesh 2 x
+    4`.
+    """
+    count = len(plan.stages)
+    if count == 1:
+        return f"one stage on mesh {meshes_of(plan)}"
+    num_groups = len(stages_by_devices(plan))
+    stages = f"{count} stages"
+    if num_groups < count:
+        groups = "one group" if num_groups == 1 else f"{num_groups} groups"
+        stages += f" on {groups} of devices"
+    are_equal = len({stage.logical_mesh for stage in plan.stages}) == 1
+    return f"{stages}, {'each on mesh' if are_equal else 'on meshes'} {meshes_of(plan)}"
 
 
 def _recomputed(plan: Plan) -> str:

@@ -1,6 +1,8 @@
 """What limits a plan's step, in sentences with numbers: the page's and the terminal's."""
 
+from alpa_strategy.display.stage_groups import busiest_stages, stages_by_devices
 from alpa_strategy.display.table import step_parts
+from alpa_strategy.display.timeline import device_range
 from alpa_strategy.ir.plan import Collective, Plan
 from alpa_strategy.units import format_bytes, format_seconds
 
@@ -20,7 +22,7 @@ _WORDS = {
 
 def findings(plan: Plan) -> list[str]:
     """Return what takes a step's time, the largest part first, which boundaries are slow, and the
-    largest collective.
+    collective that takes longest.
     """
     lines = [*_parts(plan), *_slow_boundaries(plan), *_imbalance(plan)]
     collective = _largest_collective(plan)
@@ -48,30 +50,47 @@ def _parts(plan: Plan) -> list[str]:
 
 
 def _largest_collective(plan: Plan) -> str:
-    """Return a sentence on the collective that takes longest, "" if the plan has none."""
-    collectives = plan.collectives()
-    if not collectives:
+    """Return a sentence on the collective that takes longest on the devices whose seconds the
+    step's parts are, "" if they have none.
+    """
+    pairs: list[tuple[int, Collective]] = []
+    for stage_index in busiest_stages(plan):
+        pairs += [(stage_index, c) for c in plan.stages[stage_index].collectives]
+    if not pairs:
         return ""
-    stage_of = {}
-    for index, stage in enumerate(plan.stages):
-        stage_of.update(dict.fromkeys(map(id, stage.collectives), index))
-    largest: Collective = max(collectives, key=lambda collective: collective.seconds)
-    where = f" of stage {stage_of[id(largest)]}" if len(plan.stages) > 1 else ""
+    index, largest = max(pairs, key=lambda pair: pair[1].seconds)
+    stage = plan.stages[index]
+    devices = of_stage = ""
+    if len(plan.stages) > 1:
+        devices = f" on the busiest devices ({device_range(stage)})"
+        of_stage = f" of stage {index}"
     when = {"step": "once per step"}.get(largest.phase, f"in the {largest.phase}")
+    hidden = ""
+    if largest.seconds > plan.predicted.communication_seconds > 0:
+        hidden = ", in part while they compute" if devices else ", in part during computation"
     tensor = f" Its largest call moves {largest.largest}." if largest.largest else ""
     return (
-        f" The largest collective is {largest.kind} on mesh axis {largest.axis}{where}, {when}:"
-        f" {format_bytes(largest.num_bytes)} in {format_seconds(largest.seconds)}.{tensor}"
+        f" The collective that takes longest{devices} is {largest.kind} on mesh axis"
+        f" {largest.axis}{of_stage}, {when}: {format_bytes(largest.num_bytes)} in"
+        f" {format_seconds(largest.seconds)}{hidden}.{tensor}"
     )
 
 
-def _slow_boundaries(plan: Plan) -> list[str]:
-    """Return a line about the slowest boundary if it is slow, and how many others are."""
+def slow_boundaries(plan: Plan) -> list[tuple[float, int]]:
+    """Return seconds of a message each way and the index of the stage before it, of each boundary
+    that is slow.
+    """
     slow = []
     for index, stage in enumerate(plan.stages[:-1]):
         one_way = stage.boundary_seconds / 2
         if stage.forward_seconds and one_way >= SLOW_BOUNDARY * stage.forward_seconds:
             slow.append((one_way, index))
+    return slow
+
+
+def _slow_boundaries(plan: Plan) -> list[str]:
+    """Return a line about the slowest boundary if it is slow, and how many others are."""
+    slow = slow_boundaries(plan)
     if not slow:
         return []
     seconds, index = max(slow)
@@ -96,16 +115,26 @@ def slowest_stage(plan: Plan) -> int:
 
 
 def _imbalance(plan: Plan) -> list[str]:
-    """Return a line if the slowest stage takes clearly longer than the mean."""
+    """Return a line if the slowest devices work clearly longer than the mean."""
     seconds = [stage.forward_seconds + stage.backward_seconds for stage in plan.stages]
-    if len(seconds) < 2 or not all(seconds):
+    groups = stages_by_devices(plan)
+    if len(groups) < 2 or not all(seconds):
         return []
-    mean = sum(seconds) / len(seconds)
-    slowest = slowest_stage(plan)
-    excess = seconds[slowest] / mean - 1
+    by_group = []
+    for indices in groups:
+        by_group.append(sum(seconds[index] for index in indices))
+    most = max(by_group)
+    excess = most * len(groups) / sum(by_group) - 1
     if excess < WORTH_SAYING:
         return []
+    group = groups[by_group.index(most)]
+    if len(groups) == len(plan.stages):
+        return [
+            f"Stage {group[0]} is the slowest: a micro-batch takes {format_seconds(most)},"
+            f" {excess:.0%} more than the mean of all stages."
+        ]
+    devices = device_range(plan.stages[group[0]])
     return [
-        f"Stage {slowest} is the slowest: a micro-batch takes {format_seconds(seconds[slowest])},"
-        f" {excess:.0%} more than the mean of all stages."
+        f"Devices {devices} are the slowest: a micro-batch takes {format_seconds(most)} in their"
+        f" stages {', '.join(map(str, group))}, {excess:.0%} more than the mean of all devices."
     ]

@@ -2,10 +2,12 @@
 
 import math
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rich.text import Text
 
+from alpa_strategy.display.stage_groups import devices_text, group_sizes
 from alpa_strategy.ir.plan import Plan, StagePlan, Storage, TaskFigures
 from alpa_strategy.units import format_bytes, format_rate
 
@@ -43,6 +45,8 @@ class StageSummary:
     def words(self) -> str:
         """Such as `2-way data parallel, 4-way tensor parallel, ZeRO-1`."""
         words = []
+        if self.data == self.tensor == self.experts == 1:
+            words.append("one device")
         if self.data > 1:
             words.append(f"{self.data}-way data parallel")
         if self.tensor > 1:
@@ -53,7 +57,7 @@ class StageSummary:
             words.append(f"ZeRO-{self.zero}")
         if self.remat:
             words.append("activation checkpointing")
-        return ", ".join(words) or "one device"
+        return ", ".join(words)
 
 
 def stage_summary(stage: StagePlan) -> StageSummary:
@@ -61,6 +65,8 @@ def stage_summary(stage: StagePlan) -> StageSummary:
     data = tensor = experts = 1
     zero = 0
     for axis, size in enumerate(stage.logical_mesh):
+        if size == 1:
+            continue
         elements = _elements_by_storage(stage, axis)
         if elements["experts"] >= _LEAST_EXPERTS * sum(elements.values()) > 0:
             experts *= size
@@ -118,18 +124,55 @@ def _zero_level(elements: Counter[str]) -> int:
 
 
 def plan_words(plan: Plan) -> str:
-    """Return the plan in words, such as `4 pipeline stages of 8-way tensor parallel, ZeRO-1`."""
-    middle = plan.stages[len(plan.stages) // 2]
-    words = stage_summary(middle).words
-    num_groups = len({stage.first_device for stage in plan.stages})
-    if num_groups < len(plan.stages):
+    """Return the plan in words, such as `4 pipeline stages of 8-way tensor parallel, ZeRO-1`.
+
+    They are true of every stage: `8 pipeline stages on 1 to 4 devices each, up to 4-way data
+    parallel, ZeRO-1 in 3 of 8 stages`.
+    """
+    summaries = [stage_summary(stage) for stage in plan.stages]
+    sizes = group_sizes(plan)
+    count = len(summaries)
+    is_uniform = len({summary.words for summary in summaries}) == 1
+    if len(sizes) < count:
         # Interleaved: a group of devices has several stages.
-        groups = "one group" if num_groups == 1 else f"{num_groups} groups"
-        words = f"{len(plan.stages)} pipeline stages on {groups} of devices, each {words}"
-    elif len(plan.stages) > 1:
-        words = f"{len(plan.stages)} pipeline stages of {words}"
+        groups = "one group" if len(sizes) == 1 else f"{len(sizes)} groups"
+        if is_uniform:
+            words = f"{count} pipeline stages on {groups} of devices, each {summaries[0].words}"
+        else:
+            stages = f"{count} pipeline stages on {groups} of {devices_text(sizes)}"
+            words = ", ".join([stages, *_words_of_unequal(summaries)])
+    elif count == 1:
+        words = summaries[0].words
+    elif is_uniform:
+        words = f"{count} pipeline stages of {summaries[0].words}"
+    else:
+        stages = f"{count} pipeline stages on {devices_text(sizes)} each"
+        words = ", ".join([stages, *_words_of_unequal(summaries)])
     if plan.num_microbatches > 1:
         words += f", {plan.num_microbatches} micro-batches"
+    return words
+
+
+def _words_of_unequal(summaries: Sequence[StageSummary]) -> list[str]:
+    """Return the kinds of parallelism of stages that differ, and how many stages have each."""
+    words = []
+    for kind, sizes in (
+        ("data", [summary.data for summary in summaries]),
+        ("tensor", [summary.tensor for summary in summaries]),
+        ("expert", [summary.experts for summary in summaries]),
+    ):
+        most = max(sizes)
+        if most > 1:
+            up_to = "" if min(sizes) == most else "up to "
+            words.append(f"{up_to}{most}-way {kind} parallel")
+
+    features = Counter(f"ZeRO-{summary.zero}" for summary in summaries if summary.zero)
+    features["activation checkpointing"] = sum(summary.remat for summary in summaries)
+    for feature, count in sorted(features.items()):
+        if count == len(summaries):
+            words.append(feature)
+        elif count:
+            words.append(f"{feature} in {count} of {len(summaries)} stages")
     return words
 
 

@@ -33,6 +33,9 @@ def plan_summary(
     sections += [headline(plan), figures_table(plan, memory_limit, process_bytes, MAX_FINDINGS)]
     if 1 < len(plan.stages) <= MAX_STAGES:
         sections += [Text(), stage_overview(plan)]
+    elif len(plan.stages) > MAX_STAGES:
+        line = f"the table of the {len(plan.stages)} stages is left out here: alpa show PLAN.json"
+        sections += [Text(), plain(line, "dim")]
     sections += _notes(plan)
     return Group(*sections)
 

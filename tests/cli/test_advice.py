@@ -10,6 +10,7 @@ from cli.test_summary import FIGURES, MEMORY, with_predicted
 from cli.test_timeline import staged
 
 from alpa_strategy.display.advice import best_change
+from alpa_strategy.display.timeline import plan_timeline
 from alpa_strategy.ir.plan import Collective, Plan, Predicted
 
 
@@ -71,6 +72,48 @@ def test_more_micro_batches_shorten_the_waiting_of_a_pipeline() -> None:
     assert text.startswith("a batch twice as large (100 B a device): about 1.33x")
     stored = replace(plan, schedule="GPipe")
     assert "with more memory" in (best_change(stored, 101) or "")
+
+
+def pipeline(boundary_seconds: float = 0.0, last_forward: float = 0.001) -> Plan:
+    """Two stages under 1F1B with 512 micro-batches, and the step that their seconds give."""
+    plan = staged("1F1B", 512)
+    first, last = plan.stages
+    first = replace(first, boundary_seconds=boundary_seconds)
+    last = replace(last, forward_seconds=last_forward)
+    plan = replace(plan, stages=(first, last))
+    schedule = plan_timeline(plan)
+    assert schedule is not None
+    return with_predicted(plan, Predicted(schedule.seconds, 100, 512 * 0.003))
+
+
+def test_a_pipeline_that_waits_for_messages_needs_faster_links() -> None:
+    text = best_change(pipeline(boundary_seconds=0.012))
+    assert text is not None
+    assert "links twice as fast, first of all between stages: about " in text
+    # Messages take as long with more micro-batches.
+    assert "a batch twice as large" not in text
+
+
+def test_waiting_that_no_change_shortens_is_named() -> None:
+    text = best_change(pipeline(last_forward=0.004))
+    assert text is not None
+    assert text.startswith("waiting takes 50% of the step: where schedule=, num_stages= or")
+    assert "faster" not in text
+    # Without waiting there is nothing of it to say.
+    assert (best_change(pipeline()) or "").startswith("more or faster devices")
+
+
+def test_devices_are_not_the_advice_where_most_are_idle() -> None:
+    plan = pipeline(last_forward=0.02)
+    busy = replace(plan.predicted, compute_seconds=plan.predicted.step_seconds)
+    plan = with_predicted(plan, busy)
+    assert best_change(plan) is None
+    first, last = plan.stages
+    slow = replace(plan, stages=(replace(first, boundary_seconds=0.002), last))
+    assert best_change(slow) == (
+        "faster links between stages 0 and 1: beside a slow boundary stages are unequal, and"
+        " devices are idle for 43% of the step (one for 86%)"
+    )
 
 
 @pytest.mark.parametrize("seconds", [0.0, 1.0])

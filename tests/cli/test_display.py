@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
+from alpa_strategy.display.difference import stages_text
 from alpa_strategy.display.full_plan import plan_svg, plan_table
 from alpa_strategy.display.plan_words import plan_words
 from alpa_strategy.display.progress import Progress
@@ -238,3 +239,17 @@ def test_words_of_interleaved_stages_name_the_groups_of_devices():
     stages = [replace(s, first_device=s.first_device % 16) for s in plan.stages]
     words = plan_words(replace(plan, stages=tuple(stages)))
     assert words.startswith("4 pipeline stages on 2 groups of devices, each ")
+
+
+def test_words_are_true_of_stages_that_differ():
+    plan = gpt_plan(3)
+    alone = replace(plan.stages[1], submesh=(1, 1), logical_mesh=(1, 1))
+    plan = replace(plan, stages=(plan.stages[0], alone, plan.stages[2]))
+    assert plan_words(plan) == (
+        "3 pipeline stages on 1 to 8 devices each, up to 2-way data parallel, up to 4-way tensor"
+        " parallel, ZeRO-1 in 2 of 3 stages"
+    )
+    assert stages_text(plan) == "3 stages, on meshes 2 x 4, 1 x 1, 2 x 4"
+    alone = replace(plan, stages=(replace(alone, remat=True),))
+    assert plan_words(alone) == "one device, activation checkpointing"
+    assert stages_text(gpt_plan(3)) == "3 stages, each on mesh 2 x 4"

@@ -56,6 +56,8 @@ def test_it_fits_one_screen(num_stages: int, num_notes: int) -> None:
         assert len(lines) <= 36
         assert max(map(len, lines)) <= 80
         assert all("blocks.3.attn" not in line for line in lines)
+        left_out = "the table of the 48 stages is left out here: alpa show PLAN.json" in lines
+        assert left_out == (num_stages == 48)
 
 
 def test_rates_utilization_precision_and_parts_of_memory() -> None:
@@ -113,5 +115,5 @@ def test_what_limits_a_step() -> None:
     for show in (plan_summary, plan_table):
         text = words_of(lines_of(show(plan)))
         assert "Communication takes 70% of the step" in text
-        assert "The largest collective is all_reduce" in text
+        assert "The collective that takes longest is all_reduce" in text
         assert "Its largest call moves the gradient of embed.weight." in text
