@@ -17,6 +17,7 @@ from alpa_strategy.commands.recipe_task import planned_recipe, split_overrides
 from alpa_strategy.display.console import make_console, plain
 from alpa_strategy.display.difference import change, difference_table, num_devices, stages_text
 from alpa_strategy.display.findings import findings
+from alpa_strategy.display.plan_words import assumed_rates_text
 from alpa_strategy.display.progress import Progress
 from alpa_strategy.errors import OptionError, PlanError, did_you_mean
 from alpa_strategy.ir.plan import Plan
@@ -81,6 +82,8 @@ def run(arguments: argparse.Namespace) -> int:
 
     console = make_console()
     console.print(_overview(variations, plans, unchanged))
+    for warning in _warnings(variations, plans):
+        console.print(Text.assemble(("warning", "yellow"), "  ", plain(warning)))
     console.print(difference_table(["as it is", "changed"], plans[0], plans[-1]))
     for line in _reasons(plans[0], plans[-1], unchanged[-1]):
         console.print(plain(f"- {line}", keeps_lines=True))
@@ -236,6 +239,16 @@ def _overview(
             _unchanged_cell(old),
         )
     return table
+
+
+def _warnings(variations: Sequence[Variation], plans: Sequence[Plan]) -> list[str]:
+    """Return what is assumed of the rates of the devices, with the variations that it is for."""
+    labels: dict[str, list[str]] = {}
+    for variation, plan in zip(variations, plans, strict=True):
+        text = assumed_rates_text(plan)
+        if text:
+            labels.setdefault(text, []).append(variation.label)
+    return [f"{', '.join(of)}: {text}" for text, of in labels.items()]
 
 
 def _unchanged_cell(unchanged: UnchangedPlan) -> Text:

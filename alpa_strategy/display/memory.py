@@ -10,7 +10,7 @@ from alpa_strategy.ir.plan import MEMORY_PARTS, Plan, memory_by_mesh
 from alpa_strategy.units import format_bytes
 
 # Parts whose names are too long for a screen of 80 columns.
-_HEADINGS = {"fragmentation": "fragments", "gradients": "grads"}
+_HEADINGS = {"gradients": "grads"}
 
 
 def parts_text(parts: Mapping[str, int]) -> str:
@@ -53,7 +53,7 @@ def memory_table(
     table.add_column("stage", style="dim")
     for name in names:
         table.add_column(_HEADINGS.get(name, name), justify="right", no_wrap=True)
-    table.add_column("sum", justify="right")
+    table.add_column("sum", justify="right", no_wrap=True)
     groups = []
     for _, members in groupby(rows.items(), key=lambda row: _rounded(row[1], names)):
         groups.append(list(members))

@@ -195,7 +195,7 @@ def peak_text(plan: Plan, memory_limit: float | None, process_bytes: int) -> Tex
 
 def rates_text(figures: TaskFigures | None, step_seconds: float) -> str:
     """Return the rates of steps that take `step_seconds`, as far as they are known: `100 samples/s,
-    102 k tokens/s, MFU 50.0%`.
+    102 k tokens/s, MFU 50.0%`. Where FLOP/s are missing for the MFU, that is said.
     """
     if figures is None:
         return ""
@@ -209,6 +209,9 @@ def rates_text(figures: TaskFigures | None, step_seconds: float) -> str:
     mfu = figures.mfu(step_seconds)
     if mfu is not None:
         words.append(f"MFU {mfu:.1%}")
+    elif words and figures.unrated_dtypes:
+        missing = " and ".join(figures.unrated_dtypes)
+        words.append(f"MFU not known (no FLOP/s for {missing})")
     return ", ".join(words)
 
 
@@ -219,7 +222,11 @@ def assumed_rates_text(plan: Plan) -> str:
         return ""
     names = ", ".join(assumed)
     taken = ", ".join(dict.fromkeys(assumed.values()))
-    return (
+    text = (
         f"the cluster has no FLOP/s for {names}: its matmuls are priced by those of {taken}. Add"
         " it to peak_flops in the cluster file"
     )
+    assert plan.figures is not None
+    if plan.figures.rated_precision:
+        text += f', or take precision="{plan.figures.rated_precision}", for which it has FLOP/s'
+    return text

@@ -44,8 +44,8 @@ def answer_fit(
     changes = nearest_changes(case, plan, progress, num_changes)
     sections: list[RenderableType] = [
         top,
-        verdict(plan),
-        memory_by_stage(plan, cluster, plan_task.memory_limit),
+        verdict(plan, cluster, plan_task.memory_limit),
+        memory_by_stage(plan),
         changes_table(changes, case, plan),
         flags_table(plan, task.request),
     ]

@@ -9,15 +9,17 @@ from rich.text import Text
 from alpa_strategy.cluster.spec import ClusterSpec
 from alpa_strategy.display.console import plain
 from alpa_strategy.display.memory import memory_of_meshes, memory_table
-from alpa_strategy.display.plan_words import assumed_rates_text, plan_words, rates_text
+from alpa_strategy.display.plan_words import (
+    assumed_rates_text,
+    peak_text,
+    plan_words,
+    rates_text,
+)
 from alpa_strategy.errors import PlanError
 from alpa_strategy.fit.changes import FitCase, PlannedChange, change_line
 from alpa_strategy.fit.request import FitRequest
-from alpa_strategy.ir.plan import MEMORY_PARTS, Plan
+from alpa_strategy.ir.plan import Plan
 from alpa_strategy.units import format_bytes, format_count, format_seconds
-
-# The part of a device's memory that plans leave to the allocator's fragments and to libraries.
-FRAGMENTATION = "fragmentation"
 
 # Rows of the table of memory, for a screen of 40 lines.
 _MAX_ROWS = 8
@@ -36,14 +38,21 @@ def headline(
     return Text.assemble((model, "bold"), f" on {nodes}\n", (step, "dim"))
 
 
-def verdict(plan: Plan) -> Table:
-    """Return the lines fits, speed and plan."""
+def verdict(plan: Plan, cluster: ClusterSpec, usable_bytes: float) -> Table:
+    """Return the lines fits, speed and plan.
+
+    Args:
+        plan: that fits.
+        cluster: that it is for.
+        usable_bytes: of a device, what a plan may use.
+    """
     seconds = plan.predicted.step_seconds
     table = Table.grid(padding=(0, 2))
     table.add_column(style="dim", no_wrap=True)
     table.add_column()
-    peak = format_bytes(plan.predicted.peak_bytes)
-    table.add_row("fits", Text.assemble(("yes", "bold green"), f"  {peak} a device at the peak"))
+    peak = peak_text(plan, usable_bytes, 0)
+    table.add_row("fits", Text.assemble(("yes", "bold green"), "  ", peak))
+    table.add_row("", plain(_limit_text(cluster, usable_bytes), "dim"))
     rates = rates_text(plan.figures, seconds)
     table.add_row("speed", f"a step {format_seconds(seconds)}, {rates}")
     table.add_row("plan", plan_words(plan))
@@ -53,17 +62,18 @@ def verdict(plan: Plan) -> Table:
     return table
 
 
-def memory_by_stage(plan: Plan, cluster: ClusterSpec, usable_bytes: float) -> Table:
-    """Return a table of memory by parts, a row for each run of equal stages."""
-    reserve = int(max(0.0, cluster.device.memory_bytes - usable_bytes))
-    rows = {}
-    for stages, parts in memory_of_meshes(plan).items():
-        rows[stages] = {**parts, FRAGMENTATION: reserve}
-    table = memory_table(rows, (*MEMORY_PARTS, FRAGMENTATION), _MAX_ROWS)
-    device = format_bytes(cluster.device.memory_bytes)
-    table.caption = f"of {device} a device; fragments: what a plan leaves to the allocator"
-    table.caption_justify = "left"
-    return table
+def _limit_text(cluster: ClusterSpec, usable_bytes: float) -> str:
+    """Return what of a device's memory a plan may use, and what the rest is for."""
+    device_bytes = cluster.device.memory_bytes
+    if usable_bytes >= device_bytes:
+        return f"of a device of {format_bytes(device_bytes)}"
+    left = format_bytes(device_bytes - usable_bytes)
+    return f"{left} of a device's {format_bytes(device_bytes)} are left to the allocator"
+
+
+def memory_by_stage(plan: Plan) -> Table:
+    """Return a table of the peak by parts, a row for each run of equal stages."""
+    return memory_table(memory_of_meshes(plan), max_rows=_MAX_ROWS)
 
 
 def report(sections: list[RenderableType]) -> Group:

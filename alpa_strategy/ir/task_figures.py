@@ -30,6 +30,13 @@ class TaskFigures:
     # Dtype of matmuls for which the cluster has no FLOP/s -> the dtype whose FLOP/s were taken.
     assumed_rates: dict[str, str] = field(default_factory=dict)
 
+    # Dtypes of matmuls for which the cluster has no FLOP/s: their `peak_seconds` are not known.
+    unrated_dtypes: tuple[str, ...] = ()
+
+    # A precision of matmuls in half precision that the cluster has FLOP/s for, where it has none
+    # for the step's. "": there is none.
+    rated_precision: str = ""
+
     # Bytes of a device that the plan may use; None: no limit.
     memory_limit: float | None = None
 

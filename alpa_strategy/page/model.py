@@ -31,6 +31,7 @@ from alpa_strategy.ir.plan_details import (
     ValueDetails,
 )
 from alpa_strategy.page.measured import measured_model
+from alpa_strategy.page.memory import memory_of_devices, memory_over_time, parts_within
 from alpa_strategy.page.numbers import short_number
 from alpa_strategy.page.schedule import drawn_schedule
 
@@ -69,6 +70,7 @@ def page_model(
         **_figures(plan, details),
         "peak": plan.predicted.peak_bytes,
         "limit": _limit(plan, details),
+        "memory": memory_of_devices(plan),
         "parts": [[part, short_number(seconds)] for part, seconds in step_parts(plan).items()],
         "baselines": [[text, _finite(seconds)] for text, seconds in plan.baselines.items()],
         "phases": [[p.name, p.times, short_number(p.total_seconds), p.layout] for p in plan.phases],
@@ -185,7 +187,8 @@ def _stage(index: int, stage: StagePlan, details: StageDetails | None) -> dict[s
         ]
         return data
     data["once"] = short_number(details.once_seconds)
-    data["memory"] = dict(vars(details.memory))
+    data["within"] = parts_within(stage, details.memory)
+    data["memory"] = memory_over_time(stage, details.memory)
     data["parameters"] = [_parameter(parameter) for parameter in details.parameters]
     data["ops"] = [_op(op) for op in details.ops]
     return data

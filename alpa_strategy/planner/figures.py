@@ -52,6 +52,8 @@ def task_figures(task: PlanTask) -> TaskFigures:
     # Times that were measured, or a cost model of the user's, need no FLOP/s.
     has_other_costs = task.costs is not None or task.options.costs is not None
     is_priced_by_peak = not (cluster.measured or has_other_costs)
+    peaks = dict(cluster.device.peak_flops)
+    assumed = _assumed_rates(flops, cluster.device) if is_priced_by_peak else {}
     return TaskFigures(
         num_samples=samples,
         num_tokens=num_tokens(step, samples),
@@ -59,7 +61,9 @@ def task_figures(task: PlanTask) -> TaskFigures:
         peak_seconds=seconds_at_peak(flops, cluster.device, cluster.num_devices),
         half_precision=half,
         half_share=half_share,
-        assumed_rates=_assumed_rates(flops, cluster.device) if is_priced_by_peak else {},
+        assumed_rates=assumed,
+        unrated_dtypes=tuple(dtype for dtype in flops if dtype not in peaks),
+        rated_precision=_rated_precision(assumed, peaks),
         memory_limit=task.memory_limit if math.isfinite(task.memory_limit) else None,
     )
 
@@ -146,6 +150,18 @@ def _in(call: OpCall, dtype: torch.dtype) -> OpCall:
         return tuple(others)
 
     return replace(call, operands=converted(call.operands), results=converted(call.results))
+
+
+def _rated_precision(assumed: Mapping[str, str], peaks: Mapping[str, float]) -> str:
+    """Return a precision whose matmuls are in half precision, and for which there are FLOP/s that
+    are more than those of the assumed rates. "" if no half precision is assumed, or there is none.
+    """
+    halves = {str(dtype).removeprefix("torch."): name for dtype, name in HALF_PRECISIONS.items()}
+    for dtype, taken in assumed.items():
+        for other, name in halves.items():
+            if dtype in halves and peaks.get(other, 0.0) > peaks.get(taken, math.inf):
+                return name
+    return ""
 
 
 def _assumed_rates(flops: Mapping[str, float], device: DeviceSpec) -> dict[str, str]:

@@ -14,12 +14,14 @@ import pytest
 from page.test_details import PIPELINE, planned
 from page.test_measured import measured_twice_as_long
 
-from alpa_strategy.ir.plan import Plan
+from alpa_strategy.display.memory import parts_text
+from alpa_strategy.ir.plan import Plan, memory_by_mesh
 from alpa_strategy.ir.plan_details import PlanDetails
 from alpa_strategy.page.model import page_model
 from alpa_strategy.page.page import models_of, page_of, plan_page
 from alpa_strategy.planner.details import details_of
 from alpa_strategy.planner.explain import explain
+from alpa_strategy.units import format_bytes
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
 
@@ -229,6 +231,17 @@ def test_memory_is_drawn_for_every_mesh(browser_page, pages):
     other = "1" if choose.input_value() == "0" else "0"
     choose.select_option(other)
     assert tab.inner_html(".memory-chart") != before
+
+
+def test_memory_has_the_parts_that_the_terminal_prints(browser_page, pages):
+    tab = opened(browser_page, pages["two"])
+    plan, _ = planned("gpt", PIPELINE)
+    parts = max(memory_by_mesh(plan).values(), key=lambda parts: sum(parts.values()))
+    assert parts_text(parts) in tab.inner_text(".figures")
+    chart = " ".join(tab.inner_text('section[aria-label="memory"]').split())
+    for name, num_bytes in parts.items():
+        assert num_bytes == 0 or f"{name} {format_bytes(num_bytes)}" in chart
+    assert f"{format_bytes(plan.predicted.peak_bytes)} at the peak" in chart
 
 
 def test_two_plans_side_by_side(browser_page, pages):

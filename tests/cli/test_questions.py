@@ -93,6 +93,14 @@ def test_whatif_plans_a_stored_plan_with_another_cluster(plans, capsys):
     assert "The plan as it is would take" in out
 
 
+def test_whatif_warns_of_a_precision_without_a_rate(plans, capsys):
+    change = "trainer.precision=bf16-mixed"
+    assert main(["whatif", str(plans / "data.json"), "--set", change]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert f"warning {change}: the cluster has no FLOP/s for bfloat16" in text
+    assert 'precision="16-mixed"' in text
+
+
 def test_changes_are_of_the_cluster_or_of_the_recipe():
     origin = Origin(TINY, P3)
     varied = _varied(

@@ -69,4 +69,6 @@ def test_a_cluster_without_a_rate_is_warned_of(shown):
     (model,) = models_of(page_path(path).read_text())
     for text in (planned, again, model["warning"]):
         assert ("no FLOP/s for bfloat16" in " ".join(text.split())) is is_bfloat16
-    assert ("MFU" in planned) is not is_bfloat16
+        assert ('or take precision="16-mixed"' in " ".join(text.split())) is is_bfloat16
+    assert "MFU" in planned
+    assert ("no FLOP/s for bfloat16)" in " ".join(planned.split())) is is_bfloat16

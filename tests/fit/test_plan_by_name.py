@@ -47,6 +47,15 @@ def test_answer_fits_one_screen(
         "DeepSpeed",
     ):
         assert word in out
+    # The peak is what its parts sum to, beside the limit and what is left of the device.
+    (fits,) = [line for line in lines if line.startswith("fits")]
+    peak = re.search(r"yes  (\S+ \S+) per device at the peak, \d+% of 71.2 GiB", fits)
+    assert peak is not None
+    at = next(index for index, line in enumerate(lines) if "activations" in line)
+    assert lines[at].split()[-1] == "sum"
+    assert lines[at + 1].rstrip().endswith(peak[1])
+    assert "7.92 GiB of a device's 79.2 GiB" in out
+    assert not any(line.strip() in ("GiB", "MiB") for line in lines)
 
 
 @pytest.mark.parametrize("name", ["config.json", ""])

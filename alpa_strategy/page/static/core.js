@@ -75,14 +75,12 @@ alpa.ACTIONS = {
   W: ["gradients", "backward to the weights"],
   U: ["update", "once per step: gradients and update"],
 };
+// The parts of a device's memory, as the terminal names them.
 alpa.MEMORY = [
   ["weights", "weights"],
   ["gradients", "gradients"],
-  ["state", "optimizer state"],
-  ["gathered", "gathered copies"],
-  ["other", "buffers and values made once"],
+  ["state", "state"],
   ["activations", "activations"],
-  ["recomputed", "recomputed segment"],
   ["temporary", "temporary"],
 ];
 
@@ -137,6 +135,11 @@ alpa.stack = function (parts, format, total) {
   return [bar, alpa.legend(shown.map(([color, label, number]) =>
     [`var(--${color})`, `${label} `, alpa.el("strong", {}, format(number))]))];
 };
+
+// Returns the memory of the devices that have a stage: {stages, peak, part -> bytes}.
+alpa.memoryOf = (plan, stage) => plan.memory.find((of) => of.stages.includes(stage));
+
+alpa.memoryParts = (parts) => alpa.MEMORY.map(([key, label]) => [key, label, parts[key] || 0]);
 
 alpa.tip = function (event, lines) {
   const tip = document.getElementById("tip");

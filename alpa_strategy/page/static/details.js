@@ -125,10 +125,18 @@
     return nodes;
   }
 
-  // At the peak, activations of the micro-batches in flight have what the other parts leave of it.
-  function memoryParts(stage) {
-    const rest = alpa.sum(alpa.MEMORY.map(([key]) => (key === "activations" ? 0 : stage.memory[key])));
-    return alpa.MEMORY.map(([key, label]) => [key, label, key === "activations" ? Math.max(0, stage.peak - rest) : stage.memory[key]]);
+  // The memory of a stage by parts, what is in them, and that of its devices if they have other stages too.
+  function memoryNodes(plan, number) {
+    const stage = plan.stages[number];
+    const devices = alpa.memoryOf(plan, number);
+    const isShared = devices.stages.length > 1;
+    const title = isShared ? `Memory at the peak of stage ${number} alone` : "Memory of a device at the peak";
+    const nodes = [el("h3", {}, `${title}: ${alpa.bytes(stage.peak)}`), ...alpa.stack(alpa.memoryParts(stage.parts), alpa.bytes)];
+    for (const [part, items] of Object.entries(stage.within || {})) {
+      nodes.push(el("p", { class: "soft" }, `${part}: ${items.map(([text, bytes]) => `${text} ${alpa.bytes(bytes)}`).join("; ")}`));
+    }
+    if (isShared) nodes.push(el("p", {}, `Its devices have the stages ${devices.stages.join(", ")}, with ${alpa.bytes(devices.peak)} together.`));
+    return nodes;
   }
 
   alpa.inFlight = function (plan, stage) {
@@ -156,12 +164,7 @@
       stage.recomputed && ["memory saving", stage.recomputed],
       plan.timeline && ["in flight", `${inFlight} micro-batches at most`],
     ])];
-    if (stage.memory) {
-      nodes.push(el("h3", {}, `Memory of a device at the peak: ${alpa.bytes(stage.peak)}`), ...alpa.stack(memoryParts(stage), alpa.bytes));
-    } else if (Object.keys(stage.parts).length) {
-      const parts = alpa.MEMORY.filter(([key]) => stage.parts[key]).map(([key, label]) => [key, label, stage.parts[key]]);
-      nodes.push(el("h3", {}, `Memory of a device at the peak: ${alpa.bytes(stage.peak)}`), ...alpa.stack(parts, alpa.bytes));
-    }
+    if (Object.keys(stage.parts).length) nodes.push(...memoryNodes(plan, number));
     if (stage.collectives.length) {
       const rows = [...stage.collectives].sort((a, b) => b[5] - a[5]).map(([kind, axis, phase, count, bytes, seconds, largest]) =>
         [el("span", {}, kind.replace("_", "-"), largest ? el("div", { class: "soft" }, `largest: ${alpa.text(largest)}`) : ""), `${axis}`, PHASES[phase], `${count}`, alpa.bytes(bytes), alpa.seconds(seconds)]);

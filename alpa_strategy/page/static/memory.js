@@ -9,15 +9,17 @@
   function series(plan, step, mesh) {
     const base = Object.fromEntries(alpa.MEMORY.map(([key]) => [key, 0]));
     for (const index of step.stages[mesh]) {
-      const memory = plan.stages[index].memory;
-      for (const key of ["weights", "gradients", "state", "gathered", "other"]) base[key] += memory[key];
+      const { parts, memory } = plan.stages[index];
+      for (const key of ["weights", "gradients", "state"]) base[key] += parts[key];
+      base.weights += memory.per_step;
     }
     const alive = new Map(step.stages[mesh].map((stage) => [stage, 0]));
     const points = [];
     const put = (time, more) => {
       let activations = 0;
       for (const [stage, count] of alive) activations += count * plan.stages[stage].memory.activations;
-      points.push({ ...base, activations, ...more, time });
+      activations += more.recomputed || 0;
+      points.push({ ...base, ...more, activations, time });
     };
     put(0, {});
     for (const [kind, stage, , of, start, seconds] of step.actions) {
@@ -25,8 +27,10 @@
       const memory = plan.stages[stage].memory;
       const end = start + seconds;
       if (kind === "U") {
-        put(start, { temporary: memory.update });
-        put(end, { temporary: memory.update });
+        // The values that were made once are freed by then: their bytes are the update's.
+        const update = { weights: base.weights - memory.per_step, temporary: memory.update + memory.per_step };
+        put(start, update);
+        put(end, update);
         put(end, {});
         continue;
       }
@@ -86,13 +90,13 @@
 
   alpa.memory = function (plan) {
     const step = alpa.stepOf(plan);
-    if (!step || !plan.stages.every((stage) => stage.memory)) return null;
+    if (!step || !plan.stages.every((stage) => stage.memory && stage.parts.weights !== undefined)) return null;
     const chart = el("div", { class: "memory-chart", tabindex: "0", role: "img", "aria-label": "memory of a device over the step, by parts" });
     const values = el("div", {});
     let mesh = 0;
     let most = -1;
-    step.stages.forEach((stages, index) => {
-      const peak = alpa.sum(stages.map((stage) => plan.stages[stage].peak));
+    const atPeak = step.stages.map((stages) => alpa.memoryOf(plan, stages[0]));
+    atPeak.forEach(({ peak }, index) => {
       if (peak > most) [most, mesh] = [peak, index];
     });
     const height = 260;
@@ -136,10 +140,13 @@
         alpa.tip(null, null);
       });
       chart.replaceChildren(svg.node());
-      const at = totals.indexOf(peak);
-      values.replaceChildren(alpa.legend(alpa.MEMORY.filter(([key]) => keys.includes(key)).map(([key, label]) =>
-        [`var(--${key})`, `${label} `, el("strong", {}, alpa.bytes(points[at][key] || 0))])));
-      summary.textContent = `at most ${alpa.bytes(peak)}` + (plan.limit ? ` of ${alpa.bytes(plan.limit)}` : "") + `, at ${alpa.seconds(points[at].time)}`;
+      const planned = atPeak[mesh];
+      values.replaceChildren(alpa.legend(alpa.memoryParts(planned.parts).filter(([key, , bytes]) => bytes > 0 || keys.includes(key)).map(
+        ([key, label, bytes]) => [`var(--${key})`, `${label} `, el("strong", {}, alpa.bytes(bytes))])));
+      summary.textContent = `${alpa.bytes(planned.peak)} at the peak` + (plan.limit ? ` of ${alpa.bytes(plan.limit)}` : "");
+      // Drawn micro-batches may be fewer than those of the step, and the stages of a device peak at different moments.
+      const reason = planned.stages.length > 1 ? ": the plan adds up the peaks of the device's stages" : "";
+      if (alpa.bytes(peak) !== alpa.bytes(planned.peak)) summary.textContent += `; drawn here at most ${alpa.bytes(peak)}${reason}`;
     }
 
     const summary = el("span", { class: "soft" });

@@ -25,6 +25,9 @@
       const share = Math.min(1, plan.peak / plan.limit);
       memory.push(el("div", { class: "meter", "aria-hidden": "true" }, el("i", { style: `width:${100 * share}%` })), note(`${alpa.percent(share)} of ${alpa.bytes(plan.limit)}`));
     } else memory.push(note("at the peak"));
+    const fullest = plan.memory.reduce((most, of) => (of.peak > most.peak ? of : most));
+    const parts = alpa.memoryParts(fullest.parts).filter(([, , bytes]) => bytes > 0).map(([, label, bytes]) => `${label} ${alpa.bytes(bytes)}`);
+    if (parts.length) memory.push(note(parts.join(", ")));
     nodes.push(figure("Memory per device", alpa.bytes(plan.peak), ...memory));
     nodes.push(figure("Devices", String(plan.devices), note(plan.cluster ? alpa.text(plan.cluster) : "")));
     const parameters = new Map();
@@ -73,9 +76,11 @@
       el("button", { class: "link", type: "button", onclick: () => alpa.select({ kind: "stage", stage: stage.index }) }, `stage ${stage.index}`),
       alpa.text(stage.layers), stage.range, stage.mesh.join(" × "), alpa.seconds(stage.forward), alpa.seconds(stage.backward),
       stage.boundary ? alpa.seconds(stage.boundary) : "", alpa.bytes(stage.peak)]);
-    const table = alpa.table(["stage", "layers", "devices", "mesh", "#forward", "#backward", "#messages", "#memory"], rows.slice(0, 16));
+    const isShared = plan.memory.length < plan.stages.length;
+    const titles = ["stage", "layers", "devices", "mesh", "#forward", "#backward", "#messages", isShared ? "#memory of it alone" : "#memory"];
+    const table = alpa.table(titles, rows.slice(0, 16));
     const rest = rows.length > 16 ? el("details", { class: "more" }, el("summary", {}, `${rows.length - 16} more stages`),
-      alpa.table(["stage", "layers", "devices", "mesh", "#forward", "#backward", "#messages", "#memory"], rows.slice(16))) : null;
+      alpa.table(titles, rows.slice(16))) : null;
     return el("section", { class: "card", "aria-label": "stages" }, el("div", { class: "section-head" }, el("h2", {}, "Stages"),
       el("span", { class: "soft" }, "seconds of one micro-batch; messages to the next stage and back")), table, rest);
   }
