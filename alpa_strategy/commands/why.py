@@ -57,7 +57,7 @@ def explanation_table(answer: Explanation, show_all: bool = False) -> Renderable
     """Return an answer as a table of layouts, with its reasons below."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("layout")
-    for column in ("step", "more", "memory", "collectives", "others change"):
+    for column in ("step", "more", "stage memory", "collectives", "others change"):
         table.add_column(column, justify="right")
     _add_row(table, answer.chosen, answer.chosen, "bold")
     shown = answer.choices if show_all else answer.choices[:MAX_ROWS]

@@ -139,7 +139,12 @@ class _Question:
             stage=self._index,
             chosen=chosen,
             choices=tuple(others),
-            reasons=(*reasons, *writer.lines(), *self._memory_lines(chosen_layout)),
+            reasons=(
+                *reasons,
+                *writer.lines(),
+                *self._memory_lines(chosen_layout),
+                *self._shared_memory_lines(),
+            ),
         )
 
     def _layouts(self) -> Iterator[tuple[str, tuple[int, ...]]]:
@@ -230,6 +235,21 @@ class _Question:
             yield line + f"{self._of.name} would have the same layout."
         else:
             yield line + f"{self._of.name} would have the layout {layout}."
+
+    def _shared_memory_lines(self) -> Iterator[str]:
+        """Yield which stages the devices have beside this one, and the memory of all of them."""
+        first_device = self._stage.first_device
+        indices = []
+        for index, stage in enumerate(self._plan.stages):
+            if stage.first_device == first_device:
+                indices.append(index)
+        if len(indices) < 2:
+            return
+        together = sum(self._plan.stages[index].predicted.peak_bytes for index in indices)
+        yield (
+            f"The memory is that of stage {self._index} alone: its devices have the stages"
+            f" {', '.join(map(str, indices))}, with {format_bytes(together)} together in the plan."
+        )
 
 
 @dataclass(frozen=True)

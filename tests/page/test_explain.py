@@ -15,6 +15,7 @@ from alpa_strategy.ir.plan import Plan, parse_modes
 from alpa_strategy.planner.explain import explain
 from alpa_strategy.planner.one_stage import plan_one_stage
 from alpa_strategy.planner.plan_stages import cost_on, stage_job, stage_request
+from alpa_strategy.units import format_bytes
 
 EXACT = 1e-6
 
@@ -76,6 +77,16 @@ def test_a_plan_takes_on_its_own_cluster_what_was_predicted(options):
     plan, task = planned("gpt", options)
     cost = cost_on(task, plan)
     assert cost.seconds == pytest.approx(plan.predicted.step_seconds, rel=EXACT)
+
+
+def test_the_memory_of_one_of_several_stages_on_a_device_is_named_so():
+    options = (("num_stages", 4), ("num_microbatches", 8), ("schedule", "Interleaved1F1B"))
+    plan, task = planned("gpt", options)
+    assert plan.stages[0].first_device == plan.stages[2].first_device
+    answer = explain(task, plan, next(iter(plan.stages[0].parameter_plans)))
+    together = sum(plan.stages[index].predicted.peak_bytes for index in (0, 2))
+    assert answer.reasons[-1].startswith("The memory is that of stage 0 alone")
+    assert format_bytes(together) in answer.reasons[-1]
 
 
 def test_an_unknown_name_is_an_error_that_names_a_near_one():

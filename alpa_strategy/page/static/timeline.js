@@ -350,7 +350,10 @@
       more(el("span", { class: "swatch", style: "background:repeating-linear-gradient(135deg,var(--waiting) 0 2px,transparent 2px 5px)" }), "waiting, its share at the right");
       more(el("span", { class: "swatch line" }), "critical path");
     }
-    const note = step.drawn < plan.microbatches ? `drawn with ${step.drawn} of ${plan.microbatches} micro-batches` : `${alpa.seconds(step.end)}`;
+    const host = alpa.sum(plan.parts.filter(([name]) => name === "host").map(([, seconds]) => seconds));
+    const drawn = step.drawn < plan.microbatches ? `drawn with ${step.drawn} of ${plan.microbatches} micro-batches` : `${alpa.seconds(step.end)}`;
+    // The predicted step is that of the devices and what of the host's work they do not hide.
+    const note = host > 0 ? `${drawn} on the devices; not drawn: the host adds ${alpa.seconds(host)}, so a step takes ${alpa.seconds(plan.step)}` : drawn;
     return el("section", { class: "card", "aria-label": "schedule" },
       el("div", { class: "section-head" }, el("h2", {}, "The step over time"), el("span", { class: "soft" }, note), tools),
       el("div", { class: "lanes" }, el("div", { class: count > 12 ? "lanes-scroll" : "" }, canvas), axis), legend,
