@@ -144,7 +144,10 @@ def plan_captured(
     if around is not None:
         find = partial(plan_around, running=around)
     plan = plan_iteration(captured.phases, task, find) if captured.phases else find(task)
-    plan = with_figures(plan.with_notes_of(task.step.notes), task)
+    # An iteration's step is planned with less memory; other searches give no figures.
+    if captured.phases or plan.figures is None:
+        plan = with_figures(plan, task)
+    plan = plan.with_notes_of(task.step.notes)
     plan = replace(plan, solver_seconds={"capture": captured.seconds, **plan.solver_seconds})
     return plan.explained_by(partial(explain, replace(task, results=NOT_STORED)))
 
