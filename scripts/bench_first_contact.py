@@ -176,6 +176,11 @@ def medians(rows: list[dict[str, Any]]) -> dict[tuple[str, int], dict[str, dict[
     }
 
 
+def complete(rows: list[dict[str, Any]]) -> dict[tuple[str, int], dict[str, dict[str, float]]]:
+    """`medians` of the programs that ran under all strategies."""
+    return {job: figures for job, figures in medians(rows).items() if {*figures} == {*STRATEGIES}}
+
+
 def misprediction(measured: float, predicted: float) -> float:
     """How many times too long or too short the prediction is; at least 1."""
     if predicted <= 0:
@@ -218,9 +223,7 @@ def report(rows: list[dict[str, Any]]) -> int:
     for column in ("start ddp", "first", "x", "stored", "x", "beyond the limits"):
         table.add_column(column, justify="left" if column.startswith("beyond") else "right")
     num_faults = 0
-    for (program, ranks), figures in medians(rows).items():
-        if set(figures) != set(STRATEGIES):
-            continue
+    for (program, ranks), figures in complete(rows).items():
         ddp, first, stored = (figures[strategy] for strategy in STRATEGIES)
         problems = faults(program, figures, program in HUGGING_FACE)
         num_faults += len(problems)
@@ -257,9 +260,7 @@ def page_table(rows: list[dict[str, Any]]) -> str:
         "| program | ranks | step, ms | x DDP | measured / predicted | first start x DDP | later |",
         "|---|---|---|---|---|---|---|",
     ]
-    for (program, ranks), figures in medians(rows).items():
-        if set(figures) != set(STRATEGIES):
-            continue
+    for (program, ranks), figures in complete(rows).items():
         ddp, first, stored = (figures[strategy] for strategy in STRATEGIES)
         ratio = "eager"
         if "predicted" in stored:

@@ -8,6 +8,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+# Options of plans for two devices under which optimizers are tried.
+PLANS: dict[str, dict[str, Any]] = {
+    "data": {"parallel": "data"},
+    "zero1": {"parallel": "zero1"},
+    "zero2": {"parallel": "zero2"},
+    "zero3": {"parallel": "zero3"},
+    "tensor": {"parallel": "tensor"},
+    "stages": {"num_stages": 2, "num_microbatches": 2},
+}
+
 
 class OwnOptimizer(torch.optim.Optimizer):
     """Calls `update(parameter, gradient, state, group)` for every parameter with a gradient."""

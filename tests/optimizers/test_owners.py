@@ -6,17 +6,9 @@ from typing import Any
 
 import pytest
 from equality.harness import assert_same, record_model
-from optimizers.matrix_optimizers import OPTIMIZERS, with_optimizer
+from optimizers.matrix_optimizers import OPTIMIZERS, PLANS, with_optimizer
 from recipe_models import MODELS
 
-PLANS = {
-    "data": {"parallel": "data"},
-    "zero1": {"parallel": "zero1"},
-    "zero2": {"parallel": "zero2"},
-    "zero3": {"parallel": "zero3"},
-    "tensor": {"parallel": "tensor"},
-    "stages": {"num_stages": 2, "num_microbatches": 2},
-}
 PLANS_OF_FOUR = {
     "zero3 x tensor": {"parallel": ("zero3", "tensor"), "logical_mesh": (2, 2)},
     "stages of zero2": {"num_stages": 2, "num_microbatches": 2, "parallel": "zero2"},

@@ -7,18 +7,10 @@ from typing import Any
 
 import pytest
 from equality.harness import assert_same, record_model
-from optimizers.matrix_optimizers import with_optimizer
+from optimizers.matrix_optimizers import PLANS, with_optimizer
 from optimizers.peoples_optimizers import PEOPLES_OPTIMIZERS
 from recipe_models import MODELS
 
-PLANS = {
-    "data": {"parallel": "data"},
-    "zero1": {"parallel": "zero1"},
-    "zero2": {"parallel": "zero2"},
-    "zero3": {"parallel": "zero3"},
-    "tensor": {"parallel": "tensor"},
-    "stages": {"num_stages": 2, "num_microbatches": 2},
-}
 # The others are slow.
 QUICK_PLANS = ("zero3", "stages")
 CASES = []
