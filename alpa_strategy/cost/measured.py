@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_leaves
 from alpa_strategy.cluster.devices import DeviceSpec
 from alpa_strategy.cost.flops import CONVOLUTIONS, Work, is_view, op_base_name, op_work
 from alpa_strategy.files import read_json, write_json
-from alpa_strategy.ir.op import OpCall, Slot, TensorMeta, bind
+from alpa_strategy.ir.op import OpCall, Slot, TensorMeta, bind, dtype_name
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +52,7 @@ def call_family(call: OpCall) -> str:
     words = [call.target_name]
     for meta in call.operands:
         mark = "*" if meta.requires_grad else ""
-        words.append(str(meta.dtype).removeprefix("torch.") + mark)
+        words.append(dtype_name(meta.dtype) + mark)
     if op_base_name(call) in CONVOLUTIONS:
         words.append("x".join(map(str, call.operands[1].shape[2:])))
         if bind(call)["groups"] > 1:

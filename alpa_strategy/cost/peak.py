@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from alpa_strategy.cluster.devices import DeviceSpec
 from alpa_strategy.cost.flops import op_work, product_kind
 from alpa_strategy.ir.graph import StepGraph
+from alpa_strategy.ir.op import dtype_name
 
 # Dtypes with less than this share of the FLOPs are neglected: a model's rotary embeddings may
 # multiply in float32 whatever the rest does.
@@ -26,7 +27,7 @@ def matmul_flops(step: StepGraph) -> dict[str, float]:
             continue
         forward, backward = op_work(op.call)
         # Computed in the dtype of the first operand.
-        dtype = str(op.call.operands[0].dtype).removeprefix("torch.")
+        dtype = dtype_name(op.call.operands[0].dtype)
         flops[dtype] = flops.get(dtype, 0.0) + forward.flops + backward.flops
 
     least = LEAST_SHARE * sum(flops.values())

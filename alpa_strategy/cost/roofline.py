@@ -9,7 +9,7 @@ import torch
 
 from alpa_strategy.cluster.devices import DeviceSpec
 from alpa_strategy.cost.flops import Work, product_kind, product_shape
-from alpa_strategy.ir.op import OpCall
+from alpa_strategy.ir.op import OpCall, dtype_name
 
 # For a dtype whose peak a device does not name: the first of these that it names. bfloat16 does not
 # fall back to float16: devices without bfloat16 units (V100) emulate it in float32.
@@ -54,7 +54,7 @@ def peak_flops(device: DeviceSpec, dtype: torch.dtype) -> float:
 
     Half the float32 peak for float64, if `device` names none for that.
     """
-    name = str(dtype).removeprefix("torch.")
+    name = dtype_name(dtype)
     rated = rated_dtype(device, name)
     peak = dict(device.peak_flops)[rated]
     return peak / 2 if (name, rated) == ("float64", "float32") else peak
@@ -72,7 +72,7 @@ def reached_flops(device: DeviceSpec, call: OpCall, backward: bool = False) -> f
         dtype = torch.float32
     if backward and kind == "attention":
         kind = "attention_backward"
-    efficiency = device.efficiency_of(kind or "matmul", str(dtype).removeprefix("torch."))
+    efficiency = device.efficiency_of(kind or "matmul", dtype_name(dtype))
     return peak_flops(device, dtype) * efficiency
 
 

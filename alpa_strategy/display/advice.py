@@ -9,10 +9,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from alpa_strategy.display.findings import slow_boundaries
-from alpa_strategy.display.stage_groups import busiest_stages, group_sizes
+from alpa_strategy.display.memory import memory_limit_of
+from alpa_strategy.display.stage_groups import busiest_stages, group_sizes, longest_stage
 from alpa_strategy.display.table import step_parts
 from alpa_strategy.display.timeline import ScheduleTimeline, plan_timeline
-from alpa_strategy.ir.plan import Plan, StagePlan, memory_by_mesh
+from alpa_strategy.ir.plan import Plan, memory_by_mesh
 from alpa_strategy.schedules import SCHEDULES, in_flight_by_stage, refusal
 from alpa_strategy.units import format_bytes
 
@@ -49,8 +50,11 @@ def best_change(plan: Plan, memory_limit: float | None = None) -> str | None:
     parts = step_parts(plan)
     if not parts or plan.predicted.step_seconds <= 0:
         return None
-    changes = [*_half_precision(plan), *_larger_batch(plan, memory_limit)]
-    changes += [*_no_recomputation(plan), *_faster_links(plan)]
+    waiting = _waiting_share(plan)
+    # Long schedules take seconds to lay out: only where waiting is a part of the step.
+    schedule = plan_timeline(plan) if waiting >= LEAST_GAIN else None
+    changes = [*_half_precision(plan), *_larger_batch(plan, memory_limit, schedule)]
+    changes += [*_no_recomputation(plan), *_faster_links(plan, schedule)]
     best = _best([change for change in changes if not change.is_of_cluster])
     of_cluster = _best([change for change in changes if change.is_of_cluster])
     words = []
@@ -59,7 +63,6 @@ def best_change(plan: Plan, memory_limit: float | None = None) -> str | None:
     if of_cluster is not None and (best is None or of_cluster.gain > best.gain):
         unit = "" if words else " the samples/s"
         words.append(f"{of_cluster.text}: about {of_cluster.gain:.2f}x{unit}")
-    waiting = _waiting_share(plan)
     largest_gain = max((c.gain for c in (best, of_cluster) if c is not None), default=1.0)
     if waiting - (1 - 1 / largest_gain) >= LEAST_GAIN:
         words.append(
@@ -68,7 +71,7 @@ def best_change(plan: Plan, memory_limit: float | None = None) -> str | None:
         )
     if words:
         return "; ".join(words)
-    idle = _idle_shares(plan)
+    idle = _idle_shares(plan, schedule or plan_timeline(plan))
     mean = sum(idle) / len(idle)
     if mean > MOST_IDLE:
         return _advice_on_idle_devices(plan, idle)
@@ -100,9 +103,8 @@ def _waiting_share(plan: Plan) -> float:
     return parts.get("waiting", 0.0) / sum(parts.values())
 
 
-def _idle_shares(plan: Plan) -> list[float]:
+def _idle_shares(plan: Plan, schedule: ScheduleTimeline | None) -> list[float]:
     """Return the share of the step in which each device is idle; 0 if it is not known."""
-    schedule = plan_timeline(plan)
     if schedule is None:
         return [0.0]
     idle: list[float] = []
@@ -132,17 +134,23 @@ def _half_precision(plan: Plan) -> list[Change]:
     return [Change(f'precision="{figures.half_precision}"', _gain(plan, saved))]
 
 
-def _larger_batch(plan: Plan, memory_limit: float | None) -> list[Change]:
+def _larger_batch(
+    plan: Plan, memory_limit: float | None, schedule: ScheduleTimeline | None
+) -> list[Change]:
     """Return a batch twice as large, or twice as many accumulated ones if it does not fit: what
     takes time once per step is shared by more samples.
+
+    Args:
+        plan: the plan.
+        memory_limit: as of `best_change`.
+        schedule: of the plan over time; None: it has none, or waiting takes too little to matter.
     """
     parts = step_parts(plan)
     once = parts["optimizer"] + _seconds_once_per_step(plan)
     once_per_batch = once + parts.get("host", 0.0)
-    once_per_batch += _share_of_waiting_once(plan) * parts.get("waiting", 0.0)
+    once_per_batch += _share_of_waiting_once(plan, schedule) * parts.get("waiting", 0.0)
     needed = _bytes_with_twice_the_batch(plan)
-    if memory_limit is None and plan.figures is not None:
-        memory_limit = plan.figures.memory_limit
+    memory_limit = memory_limit_of(plan, memory_limit)
     text = "a batch twice as large, with more memory"
     fits = False
     if needed is not None:
@@ -159,7 +167,7 @@ def _larger_batch(plan: Plan, memory_limit: float | None) -> list[Change]:
 
 def _seconds_once_per_step(plan: Plan) -> float:
     """Return the seconds of collectives once per step, as far as nothing hides them."""
-    stage = _slowest(plan)
+    stage = longest_stage(plan)
     total = sum(collective.seconds for collective in stage.collectives)
     if not total:
         return 0.0
@@ -167,13 +175,12 @@ def _seconds_once_per_step(plan: Plan) -> float:
     return stage.predicted.communication_seconds * once / total
 
 
-def _share_of_waiting_once(plan: Plan) -> float:
+def _share_of_waiting_once(plan: Plan, before: ScheduleTimeline | None) -> float:
     """Return the share of a pipeline's waiting that twice as many micro-batches do not add to: to
     fill and to drain it. The rest is waiting for messages and for other stages.
     """
     num_meshes = len(group_sizes(plan))
     count = plan.num_microbatches
-    before = _schedule_with_waiting(plan)
     if before is None or refusal(plan.schedule, num_meshes, 2 * count):
         return 1.0
     after = plan_timeline(replace(plan, num_microbatches=2 * count))
@@ -185,13 +192,6 @@ def _share_of_waiting_once(plan: Plan) -> float:
         return 1.0
     added = after.seconds - before.seconds - busy
     return min(1.0, max(0.0, 1 - added / waiting))
-
-
-def _schedule_with_waiting(plan: Plan) -> ScheduleTimeline | None:
-    """Return the plan's schedule over time; None if it is not known, or if waiting takes too little
-    of the step to matter (long schedules take seconds to lay out).
-    """
-    return plan_timeline(plan) if _waiting_share(plan) >= LEAST_GAIN else None
 
 
 def _bytes_with_twice_the_batch(plan: Plan) -> float | None:
@@ -213,7 +213,7 @@ def _activation_growth(plan: Plan) -> float:
     num_stages = len(plan.stages)
     if num_stages == 1:
         return 2.0 if count == 1 else 1.0
-    num_meshes = len({stage.first_device for stage in plan.stages})
+    num_meshes = len(group_sizes(plan))
     if plan.schedule not in SCHEDULES or refusal(plan.schedule, num_meshes, 2 * count):
         return 2.0
     stages_per_mesh = num_stages // num_meshes
@@ -224,7 +224,7 @@ def _activation_growth(plan: Plan) -> float:
 
 def _no_recomputation(plan: Plan) -> list[Change]:
     """Return no recomputation, if the slowest stage recomputes its activations."""
-    stage = _slowest(plan)
+    stage = longest_stage(plan)
     if not stage.remat:
         return []
     saved = plan.num_microbatches * stage.forward_seconds
@@ -232,19 +232,18 @@ def _no_recomputation(plan: Plan) -> list[Change]:
     return [Change(text, _gain(plan, saved), is_of_cluster=True)]
 
 
-def _faster_links(plan: Plan) -> list[Change]:
-    """Return links of twice the bandwidth."""
+def _faster_links(plan: Plan, schedule: ScheduleTimeline | None) -> list[Change]:
+    """Return links of twice the bandwidth. Args: as of `_larger_batch`."""
     in_stages = plan.predicted.communication_seconds / 2
-    between = _saved_by_faster_boundaries(plan)
+    between = _saved_by_faster_boundaries(plan, schedule)
     text = "links twice as fast"
     if between > in_stages:
         text += ", first of all between stages"
     return [Change(text, _gain(plan, in_stages + between), is_of_cluster=True)]
 
 
-def _saved_by_faster_boundaries(plan: Plan) -> float:
+def _saved_by_faster_boundaries(plan: Plan, before: ScheduleTimeline | None) -> float:
     """Return the seconds that a step is shorter if messages between stages take half as long."""
-    before = _schedule_with_waiting(plan)
     if before is None:
         return 0.0
     stages = [replace(s, boundary_seconds=s.boundary_seconds / 2) for s in plan.stages]
@@ -252,8 +251,3 @@ def _saved_by_faster_boundaries(plan: Plan) -> float:
     assert after is not None
     waiting = step_parts(plan).get("waiting", 0.0)
     return min(waiting, max(0.0, before.seconds - after.seconds))
-
-
-def _slowest(plan: Plan) -> StagePlan:
-    """Return the stage whose step takes longest."""
-    return max(plan.stages, key=lambda stage: stage.predicted.step_seconds)

@@ -10,9 +10,8 @@ from rich.table import Table
 from rich.text import Text
 
 from alpa_strategy.display.console import plain
-from alpa_strategy.display.stage_groups import stages_by_devices
 from alpa_strategy.display.table import collapse_indices, mesh_text, step_parts
-from alpa_strategy.ir.plan import Plan, modes_text
+from alpa_strategy.ir.plan import Plan, modes_text, stages_by_devices
 from alpa_strategy.units import format_bytes, format_seconds
 
 # Ratios that differ from 1 by less are drawn as equal.

@@ -2,17 +2,56 @@
 limits it, and the change that would help most.
 """
 
+from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from alpa_strategy.display.advice import best_change
 from alpa_strategy.display.console import plain
 from alpa_strategy.display.findings import findings
-from alpa_strategy.display.memory import parts_text
+from alpa_strategy.display.memory import memory_limit_of, parts_text
 from alpa_strategy.display.plan_words import assumed_rates_text, peak_text, plan_words, rates_text
-from alpa_strategy.display.table import baselines_text, seconds_bar, seconds_legend, step_parts
+from alpa_strategy.display.table import (
+    baselines_text,
+    headline,
+    iteration_phases,
+    seconds_bar,
+    seconds_legend,
+    step_parts,
+)
 from alpa_strategy.ir.plan import Plan, memory_by_mesh
 from alpa_strategy.units import format_seconds
+
+
+def opening(
+    plan: Plan,
+    memory_limit: float | None = None,
+    process_bytes: int = 0,
+    max_findings: int | None = None,
+) -> list[RenderableType]:
+    """Return what a plan is shown with first: the phases of an iteration, the headline, and its
+    figures. Args: as of `figures_table`.
+    """
+    sections: list[RenderableType] = []
+    if plan.phases:
+        sections += [iteration_phases(plan, memory_limit), Text()]
+    figures = figures_table(plan, memory_limit, process_bytes, max_findings)
+    return [*sections, headline(plan), figures]
+
+
+def labelled_rows() -> Table:
+    """Return an empty table of rows with a label each."""
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="dim", no_wrap=True)
+    table.add_column()
+    return table
+
+
+def add_warning(table: Table, plan: Plan) -> None:
+    """Add a row with what is assumed of the devices' rates, if anything is."""
+    warning = assumed_rates_text(plan)
+    if warning:
+        table.add_row(Text("warning", "yellow"), plain(warning))
 
 
 def figures_table(
@@ -29,9 +68,8 @@ def figures_table(
         process_bytes: of host memory that the process takes in addition to the plan's tensors.
         max_findings: sentences on what limits the step; None: all.
     """
-    table = Table.grid(padding=(0, 2))
-    table.add_column(style="dim", no_wrap=True)
-    table.add_column()
+    memory_limit = memory_limit_of(plan, memory_limit)
+    table = labelled_rows()
     # The seconds of an eager step are not known.
     if not plan.is_eager:
         table.add_row("plan", plan_words(plan))
@@ -41,9 +79,7 @@ def figures_table(
         _add_answers(table, plan, memory_limit, max_findings)
     if plan.baselines:
         table.add_row("instead", baselines_text(plan))
-    warning = assumed_rates_text(plan)
-    if warning:
-        table.add_row(Text("warning", "yellow"), plain(warning))
+    add_warning(table, plan)
     return table
 
 
@@ -63,8 +99,6 @@ def _add_step(table: Table, plan: Plan) -> None:
 
 def _memory(plan: Plan, memory_limit: float | None, process_bytes: int) -> Text:
     """Return the bytes at the peak, by parts, of the devices that need most."""
-    if memory_limit is None and plan.figures is not None:
-        memory_limit = plan.figures.memory_limit
     text = peak_text(plan, memory_limit, process_bytes)
     largest = max(memory_by_mesh(plan).values(), key=lambda parts: sum(parts.values()))
     words = parts_text(largest)

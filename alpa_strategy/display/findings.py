@@ -1,9 +1,9 @@
 """What limits a plan's step, in sentences with numbers: the page's and the terminal's."""
 
-from alpa_strategy.display.stage_groups import busiest_stages, stages_by_devices
+from alpa_strategy.display.stage_groups import busiest_stages
 from alpa_strategy.display.table import step_parts
 from alpa_strategy.display.timeline import device_range
-from alpa_strategy.ir.plan import Collective, Plan
+from alpa_strategy.ir.plan import Collective, Plan, stages_by_devices
 from alpa_strategy.units import format_bytes, format_seconds
 
 # A part of the step from this share on is worth a sentence.

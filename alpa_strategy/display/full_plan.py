@@ -9,13 +9,11 @@ from rich.console import Console, Group, RenderableType
 from rich.text import Text
 
 from alpa_strategy.display.console import make_console, plain
-from alpa_strategy.display.figures import figures_table
+from alpa_strategy.display.figures import opening
 from alpa_strategy.display.memory import memory_of_meshes, memory_table
 from alpa_strategy.display.table import (
     collectives_table,
     equal_stages,
-    headline,
-    iteration_phases,
     legend,
     note_text,
     parameters_table,
@@ -42,10 +40,7 @@ def plan_table(
         memory_limit: bytes per device; None: that of the plan's figures.
         process_bytes: of host memory that the process takes in addition to the plan's tensors.
     """
-    sections: list[RenderableType] = []
-    if plan.phases:
-        sections += [iteration_phases(plan, memory_limit), Text()]
-    sections += [headline(plan), figures_table(plan, memory_limit, process_bytes)]
+    sections = opening(plan, memory_limit, process_bytes)
     if len(plan.stages) > 1:
         sections += [Text(), stage_overview(plan)]
         sections += _memory_of_stages(plan)

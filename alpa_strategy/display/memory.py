@@ -6,7 +6,7 @@ from itertools import groupby
 
 from rich.table import Table
 
-from alpa_strategy.ir.plan import MEMORY_PARTS, Plan, memory_by_mesh
+from alpa_strategy.ir.plan import MEMORY_PARTS, Plan, memory_by_mesh, stages_by_devices
 from alpa_strategy.units import format_bytes
 
 # Parts whose names are too long for a screen of 80 columns.
@@ -22,18 +22,21 @@ def parts_text(parts: Mapping[str, int]) -> str:
     return ", ".join(words)
 
 
+def memory_limit_of(plan: Plan, memory_limit: float | None) -> float | None:
+    """Return the bytes per device that are given, else those of the plan's figures, if any."""
+    if memory_limit is None and plan.figures is not None:
+        return plan.figures.memory_limit
+    return memory_limit
+
+
 def memory_of_meshes(plan: Plan) -> dict[str, dict[str, int]]:
     """Return bytes by part for each mesh, by its stages: `0`, `1`, or `0,4`.
 
     Stages of one mesh share its memory.
     """
-    indices: dict[int, list[int]] = {}
-    for index, stage in enumerate(plan.stages):
-        indices.setdefault(stage.first_device, []).append(index)
     of_meshes = {}
-    for first_device, parts in memory_by_mesh(plan).items():
-        label = ",".join(map(str, indices[first_device]))
-        of_meshes[label] = dict(parts)
+    for indices, parts in zip(stages_by_devices(plan), memory_by_mesh(plan).values(), strict=True):
+        of_meshes[",".join(map(str, indices))] = dict(parts)
     return of_meshes
 
 

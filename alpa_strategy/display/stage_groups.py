@@ -3,15 +3,7 @@
 import math
 from collections.abc import Sequence
 
-from alpa_strategy.ir.plan import Plan
-
-
-def stages_by_devices(plan: Plan) -> list[list[int]]:
-    """Return the indices of the stages on each group of devices, in order of their first stage."""
-    groups: dict[int, list[int]] = {}
-    for index, stage in enumerate(plan.stages):
-        groups.setdefault(stage.first_device, []).append(index)
-    return list(groups.values())
+from alpa_strategy.ir.plan import Plan, StagePlan, stages_by_devices
 
 
 def group_sizes(plan: Plan) -> list[int]:
@@ -27,13 +19,14 @@ def devices_text(sizes: Sequence[int]) -> str:
     return "one device" if most == 1 else f"{most} devices"
 
 
+def longest_stage(plan: Plan) -> StagePlan:
+    """Return the stage whose work in a step takes longest."""
+    return max(plan.stages, key=lambda stage: stage.predicted.step_seconds)
+
+
 def busiest_stages(plan: Plan) -> list[int]:
     """Return the indices of the stages on the devices whose seconds stand for the plan's step: the
     devices of the stage that works longest.
     """
-
-    def seconds(index: int) -> float:
-        return plan.stages[index].predicted.step_seconds
-
-    longest = max(range(len(plan.stages)), key=seconds)
+    longest = plan.stages.index(longest_stage(plan))
     return next(group for group in stages_by_devices(plan) if longest in group)

@@ -6,8 +6,8 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from alpa_strategy.display.console import plain
-from alpa_strategy.display.figures import figures_table
-from alpa_strategy.display.table import headline, iteration_phases, note_text, stage_overview
+from alpa_strategy.display.figures import opening
+from alpa_strategy.display.table import note_text, stage_overview
 from alpa_strategy.ir.plan import Plan
 
 # Rows of a screen of 40 lines.
@@ -27,10 +27,7 @@ def plan_summary(
         memory_limit: bytes per device; None: that of the plan's figures.
         process_bytes: of host memory that the process takes in addition to the plan's tensors.
     """
-    sections: list[RenderableType] = []
-    if plan.phases:
-        sections += [iteration_phases(plan, memory_limit), Text()]
-    sections += [headline(plan), figures_table(plan, memory_limit, process_bytes, MAX_FINDINGS)]
+    sections = opening(plan, memory_limit, process_bytes, MAX_FINDINGS)
     if 1 < len(plan.stages) <= MAX_STAGES:
         sections += [Text(), stage_overview(plan)]
     elif len(plan.stages) > MAX_STAGES:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.text import Text
 
-from alpa_strategy.ir.plan import Plan, StagePlan
+from alpa_strategy.ir.plan import Plan, StagePlan, stages_by_devices
 from alpa_strategy.schedules import SCHEDULES, TimedAction, refusal, timeline
 from alpa_strategy.units import format_seconds
 
@@ -123,14 +123,10 @@ def plan_timeline(plan: Plan, max_microbatches: int | None = None) -> ScheduleTi
     transfers = [stage.boundary_seconds / 2 for stage in plan.stages[:-1]]
     timed = timeline(plan.schedule, forward, backward, num_drawn, len(names), transfers)
 
-    stages_of_mesh: dict[int, list[int]] = {first_device: [] for first_device in names}
-    for index, stage in enumerate(plan.stages):
-        stages_of_mesh[stage.first_device].append(index)
-
     return ScheduleTimeline(
         tuple(timed),
         tuple(names.values()),
-        tuple(map(tuple, stages_of_mesh.values())),
+        tuple(map(tuple, stages_by_devices(plan))),
         num_drawn,
         plan.num_microbatches,
         max(action.end for action in timed),

@@ -8,13 +8,9 @@ from rich.text import Text
 
 from alpa_strategy.cluster.spec import ClusterSpec
 from alpa_strategy.display.console import plain
+from alpa_strategy.display.figures import add_warning, labelled_rows
 from alpa_strategy.display.memory import memory_of_meshes, memory_table
-from alpa_strategy.display.plan_words import (
-    assumed_rates_text,
-    peak_text,
-    plan_words,
-    rates_text,
-)
+from alpa_strategy.display.plan_words import peak_text, plan_words, rates_text
 from alpa_strategy.errors import PlanError
 from alpa_strategy.fit.changes import FitCase, PlannedChange, change_line
 from alpa_strategy.fit.request import FitRequest
@@ -47,18 +43,14 @@ def verdict(plan: Plan, cluster: ClusterSpec, usable_bytes: float) -> Table:
         usable_bytes: of a device, what a plan may use.
     """
     seconds = plan.predicted.step_seconds
-    table = Table.grid(padding=(0, 2))
-    table.add_column(style="dim", no_wrap=True)
-    table.add_column()
+    table = labelled_rows()
     peak = peak_text(plan, usable_bytes, 0)
     table.add_row("fits", Text.assemble(("yes", "bold green"), "  ", peak))
     table.add_row("", plain(_limit_text(cluster, usable_bytes), "dim"))
     rates = rates_text(plan.figures, seconds)
     table.add_row("speed", f"a step {format_seconds(seconds)}, {rates}")
     table.add_row("plan", plan_words(plan))
-    warning = assumed_rates_text(plan)
-    if warning:
-        table.add_row(Text("warning", "yellow"), plain(warning))
+    add_warning(table, plan)
     return table
 
 
@@ -88,9 +80,7 @@ def report(sections: list[RenderableType]) -> Group:
 
 def does_not_fit(error: PlanError) -> Table:
     """Return the line fits, with the least memory that any configuration needs."""
-    table = Table.grid(padding=(0, 2))
-    table.add_column(style="dim", no_wrap=True)
-    table.add_column()
+    table = labelled_rows()
     reason = error.problem.strip().splitlines()[-1].strip()
     table.add_row("fits", Text.assemble(("no", "bold red"), f"  {reason}"))
     return table

@@ -20,6 +20,11 @@ from torch import Tensor
 from alpa_strategy.ir.placement import DualPlacement
 
 
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return the name of a dtype in cluster files and plans, such as `bfloat16`."""
+    return str(dtype).removeprefix("torch.")
+
+
 @dataclass(frozen=True)
 class TensorMeta:
     """Shape, dtype and differentiability of one tensor."""

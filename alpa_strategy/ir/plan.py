@@ -289,6 +289,14 @@ def stage_ranks(stage: StagePlan) -> tuple[int, ...]:
     return tuple(range(stage.first_device, stage.first_device + num_devices))
 
 
+def stages_by_devices(plan: "Plan") -> list[list[int]]:
+    """Return the indices of the stages on each group of devices, in order of their first stage."""
+    groups: dict[int, list[int]] = {}
+    for index, stage in enumerate(plan.stages):
+        groups.setdefault(stage.first_device, []).append(index)
+    return list(groups.values())
+
+
 def memory_by_mesh(plan: "Plan") -> dict[int, Counter[str]]:
     """Return bytes of a device by part, by the first device of each mesh.
 

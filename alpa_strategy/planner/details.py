@@ -31,7 +31,7 @@ from alpa_strategy.intra_op.decode import (
 from alpa_strategy.intra_op.problem import evaluate
 from alpa_strategy.ir.gathers import local_bytes
 from alpa_strategy.ir.graph import StepGraph
-from alpa_strategy.ir.op import TensorMeta
+from alpa_strategy.ir.op import dtype_name
 from alpa_strategy.ir.placement import DualLayout, dual_layout_to_str, value_layout
 from alpa_strategy.ir.plan import Plan, StagePlan, job_ranks, modes_text
 from alpa_strategy.ir.plan_companion import plan_digest
@@ -274,7 +274,7 @@ class _StageDetails:
             yield ParameterDetails(
                 name=parameter.name,
                 shape=tuple(parameter.module_shape or parameter.meta.shape),
-                dtype=_dtype(parameter.meta),
+                dtype=dtype_name(parameter.meta.dtype),
                 modes=modes_text(plan.module_modes),
                 local_shape=local_shape,
                 weight_bytes=weight,
@@ -354,7 +354,7 @@ class _StageDetails:
                 ValueDetails(
                     maker=self._makers[value],
                     shape=tuple(meta.shape),
-                    dtype=_dtype(meta),
+                    dtype=dtype_name(meta.dtype),
                     layout=dual_layout_to_str(layout),
                     local_shape=value_layout(layout).local_shape(meta.shape, mesh_shape, origin),
                     local_bytes=local_bytes(meta, layout, mesh_shape),
@@ -404,7 +404,3 @@ def _combined(messages: Sequence[MessageDetails]) -> tuple[MessageDetails, ...]:
             seconds=total.seconds + message.seconds,
         )
     return tuple(totals.values())
-
-
-def _dtype(meta: TensorMeta) -> str:
-    return str(meta.dtype).removeprefix("torch.")

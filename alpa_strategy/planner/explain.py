@@ -13,7 +13,7 @@ import numpy as np
 from alpa_strategy.errors import PlanError, did_you_mean
 from alpa_strategy.inter_op.stage_solve import PricedStage, SolvedStage, StageSolver
 from alpa_strategy.ir.graph import StepGraph
-from alpa_strategy.ir.plan import ParameterPlan, Plan, StagePlan, modes_text
+from alpa_strategy.ir.plan import ParameterPlan, Plan, StagePlan, modes_text, stages_by_devices
 from alpa_strategy.ir.plan_details import Explanation, LayoutChoice
 from alpa_strategy.planner.plan_stages import stage_job, stage_request, step_with
 from alpa_strategy.planner.task import PlanTask
@@ -238,11 +238,7 @@ class _Question:
 
     def _shared_memory_lines(self) -> Iterator[str]:
         """Yield which stages the devices have beside this one, and the memory of all of them."""
-        first_device = self._stage.first_device
-        indices = []
-        for index, stage in enumerate(self._plan.stages):
-            if stage.first_device == first_device:
-                indices.append(index)
+        indices = next(group for group in stages_by_devices(self._plan) if self._index in group)
         if len(indices) < 2:
             return
         together = sum(self._plan.stages[index].predicted.peak_bytes for index in indices)

@@ -13,7 +13,7 @@ from alpa_strategy.cost.model import OpCosts
 from alpa_strategy.cost.peak import matmul_flops, seconds_at_peak
 from alpa_strategy.cost.roofline import rated_dtype
 from alpa_strategy.ir.graph import StepGraph
-from alpa_strategy.ir.op import OpCall, TensorMeta
+from alpa_strategy.ir.op import OpCall, TensorMeta, dtype_name
 from alpa_strategy.ir.per_rank import PerRank
 from alpa_strategy.ir.plan import Plan
 from alpa_strategy.ir.task_figures import TaskFigures
@@ -107,7 +107,7 @@ def precision_of(step: StepGraph, flops: Mapping[str, float]) -> str:
     elements: Counter[str] = Counter()
     for parameter in step.parameters:
         if parameter.meta.dtype.is_floating_point:
-            dtype = str(parameter.meta.dtype).removeprefix("torch.")
+            dtype = dtype_name(parameter.meta.dtype)
             elements[dtype] += parameter.meta.num_elements
     if not elements:
         return ""
@@ -125,7 +125,7 @@ def _half_precision(
     """
     peaks = dict(device.peak_flops)
     for dtype, name in HALF_PRECISIONS.items():
-        if peaks.get(str(dtype).removeprefix("torch."), 0.0) <= peaks.get("float32", math.inf):
+        if peaks.get(dtype_name(dtype), 0.0) <= peaks.get("float32", math.inf):
             continue
         seconds = halved_seconds = 0.0
         for op in step.ops:
@@ -156,7 +156,7 @@ def _rated_precision(assumed: Mapping[str, str], peaks: Mapping[str, float]) -> 
     """Return a precision whose matmuls are in half precision, and for which there are FLOP/s that
     are more than those of the assumed rates. "" if no half precision is assumed, or there is none.
     """
-    halves = {str(dtype).removeprefix("torch."): name for dtype, name in HALF_PRECISIONS.items()}
+    halves = {dtype_name(dtype): name for dtype, name in HALF_PRECISIONS.items()}
     for dtype, taken in assumed.items():
         for other, name in halves.items():
             if dtype in halves and peaks.get(other, 0.0) > peaks.get(taken, math.inf):
