@@ -15,7 +15,7 @@ from alpa_strategy.inter_op.stage_dp import StageRange
 from alpa_strategy.inter_op.stage_problem import StageCost
 from alpa_strategy.ir.plan import Plan, StagePlan
 from alpa_strategy.partial_results import Key, Record
-from alpa_strategy.schedules import SCHEDULES
+from alpa_strategy.schedules import BUILT_IN, SCHEDULES
 from alpa_strategy.sharding.register import registered_rules
 
 if TYPE_CHECKING:
@@ -39,7 +39,6 @@ COST_NUMBERS = (
     "working",
     "update",
 )
-OUR_SCHEDULES = "alpa_strategy.schedules"
 
 
 def job_key(job: "StageCostTask") -> tuple[object, ...]:
@@ -180,7 +179,7 @@ def candidates_key(space: "StageSpace", ceiling: float) -> Key:
 
 def has_own_schedules() -> bool:
     """Whether a user registered a schedule, whose code no key can stand for."""
-    return any(schedule.orders.__module__ != OUR_SCHEDULES for schedule in SCHEDULES.values())
+    return not BUILT_IN.issuperset(SCHEDULES)
 
 
 def candidates_record(candidates: Sequence["Candidate"]) -> Record:

@@ -10,6 +10,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 
@@ -113,8 +114,8 @@ class PipelineSearch:
         self._fully_priced: set[int] = set()
         # Seconds of a step that is planned already.
         self._known = math.inf
-        # Seconds that no plan can be below, by number of micro-batches priced on all submeshes.
-        self._bounds: dict[int, float] = {}
+        # Likewise, with all stages: a bound is of these.
+        self._priced: dict[int, StageSpace] = {}
         # Submeshes that are unlikely to be used: a bound of their costs is enough.
         self._unlikely: frozenset[tuple[int, int]] = frozenset()
 
@@ -159,11 +160,8 @@ class PipelineSearch:
         """
 
         plan = self._best_plan()
-        untried = self._untried_counts()
-        while plan is None and untried:
-            # What was chosen does not fit: other numbers of micro-batches may.
-            self._price_again(untried.pop(0))
-            plan = self._best_plan()
+        if plan is None:
+            plan = self._plan_of_untried_counts()
         if plan is None:
             raise self._no_pipeline_error()
 
@@ -175,10 +173,28 @@ class PipelineSearch:
             *replicated_notes(self.task.step, self.task.op_costs),
             *plan.notes,
         )
-        # The bound holds for all plans with this number of micro-batches.
-        bound = self._bounds.get(plan.num_microbatches, 0.0)
-        gap = max(0.0, 1 - bound / plan.predicted.step_seconds)
+        gap = max(0.0, 1 - self._bound(plan.num_microbatches) / plan.predicted.step_seconds)
         return replace(plan, notes=notes, gap=gap)
+
+    def _bound(self, count: int) -> float:
+        """Return the seconds of a step that no plan with `count` micro-batches can be below.
+
+        0 if there is none: layouts that are propagated are never called optimal.
+        """
+        space = self._priced.get(count)
+        if space is None or self.task.options.solver == PROPAGATION:
+            return 0.0
+        compute = partial(step_bound, space)
+        with self.task.progress("bound"), timed(self.spent, "bound"):
+            if has_own_schedules():
+                return compute()
+            return self.task.results.get(
+                "bound",
+                key=lambda: candidates_key(space, math.inf),
+                compute=compute,
+                encode=lambda seconds: {"seconds": seconds},
+                decode=lambda record: float(record["seconds"]),
+            )
 
     def _best_plan(self) -> Plan | None:
         """Return the fastest plan of the best candidates, None if none of them fits."""
@@ -221,6 +237,17 @@ class PipelineSearch:
                 if (candidate.schedule, candidate.stages) not in known:
                     left.append(candidate)
         return left
+
+    def _plan_of_untried_counts(self) -> Plan | None:
+        """Return the plan of the first other number of micro-batches of which stages fit, None if
+        there is none.
+        """
+        for count in self._untried_counts():
+            self._price_again(count)
+            plan = self._best_plan()
+            if plan is not None:
+                return plan
+        return None
 
     def _untried_counts(self) -> list[int]:
         """Return the numbers of micro-batches for which not all stages were priced: those with more
@@ -334,7 +361,7 @@ class PipelineSearch:
         On all submeshes the best candidates are remembered; on those in use only the seconds of
         the best one are of interest.
         """
-        if used is None and count in self._bounds:
+        if used is None and count in self._priced:
             # It was priced on all of them before.
             return SearchResult()
 
@@ -394,8 +421,9 @@ class PipelineSearch:
         unlikely: frozenset[tuple[int, int]],
         ceiling: float,
     ) -> list[Candidate]:
-        """Return candidates below `ceiling` seconds, the fastest first; store the bound of all
-        plans if all submeshes are priced.
+        """Return candidates below `ceiling` seconds, the fastest first.
+
+        If all submeshes are priced, their space is remembered.
 
         Args:
             meshes: submeshes that are priced.
@@ -412,12 +440,9 @@ class PipelineSearch:
             allowed[0, job.num_layers] = not self.several
             space = StageSpace(job, meshes, runs, allowed)
             if meshes == self.meshes:
-                self._spaces[count] = space
+                self._spaces[count] = self._priced[count] = space
                 if not unlikely:
                     self._fully_priced.add(count)
-                # Layouts that are propagated are never called optimal.
-                is_propagated = job.options.solver == PROPAGATION
-                self._bounds[count] = 0.0 if is_propagated else step_bound(space)
 
             with timed(self.spent, "stage DP"):
                 return self._candidates(space, ceiling)
@@ -478,7 +503,7 @@ class PipelineSearch:
         misses = 0
         for count in reversed(counts):
             job = self._job(count)
-            if job is None or count in self._bounds:
+            if job is None or count in self._priced:
                 continue
             best_seconds = min([known, *(candidate.seconds for candidate in self.best)])
             with timed(self.spent, "stage costs"):

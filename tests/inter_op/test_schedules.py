@@ -19,6 +19,7 @@ from alpa_strategy.schedules import (
     mesh_of,
     refusal,
     seconds_of_many,
+    splits_backward,
     timeline,
 )
 
@@ -36,6 +37,18 @@ IN_TORCH = {
     "InterleavedZeroBubble",
     "ZBVZeroBubble",
 }
+
+
+@settings(deadline=None, max_examples=60)
+@given(sizes)
+def test_splits_backward_says_whether_the_actions_have_weight_gradients(size):
+    (schedule, v), num_meshes, num_microbatches = size
+    kinds = {
+        action.kind
+        for order in actions(schedule, num_meshes, num_microbatches, v)
+        for action in order
+    }
+    assert splits_backward(schedule, num_meshes, num_microbatches, v) == ("W" in kinds)
 
 
 def seconds(schedule_terms, stage_seconds):
