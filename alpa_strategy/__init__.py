@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from lightning.fabric.strategies import STRATEGY_REGISTRY as FABRIC_REGISTRY
 from lightning.pytorch.strategies import StrategyRegistry
 
+from alpa_strategy import extras
 from alpa_strategy.loading import without_collections
 
 if TYPE_CHECKING:
@@ -101,6 +102,7 @@ def _register() -> None:
         directory_loading = importlib.import_module("alpa_strategy.lightning.directory_loading")
         cli_checkpoints = importlib.import_module("alpa_strategy.lightning.cli_checkpoints")
         other_entries = importlib.import_module("alpa_strategy.lightning.other_entries")
+    extras.register()
     directory_loading.register_directory_loading()
     cli_checkpoints.let_cli_read_directories()
     other_entries.wrap_other_entries()

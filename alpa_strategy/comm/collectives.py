@@ -15,7 +15,7 @@ from typing import Any, TypeVar, cast
 import torch
 import torch.distributed as dist
 
-from alpa_strategy.comm.failure import job_store
+from alpa_strategy.comm.job_store import job_store
 from alpa_strategy.comm.shared_memory import AGREEMENT_BYTES, shared_memory_group
 from alpa_strategy.errors import AlpaError, RuntimeMismatchError
 
@@ -58,8 +58,8 @@ def on_all_ranks(
     reports = all_gather_object(report, group)
     for _, first in reports:
         if first is not None:
-            # The lowest rank's error on all ranks: by equal texts FailureWatch knows that every
-            # rank has failed.
+            # The lowest rank's error on all ranks: by equal texts the failure watch knows that
+            # every rank has failed.
             local_error = report[1]
             raise first from (local_error if local_error is not first else None)
     return cast("T", result), [value for value, _ in reports]

@@ -43,7 +43,7 @@ EVALUATIONS = ("validate", "test", "predict")
 OTHER_MOMENTS = (*list(PLANS)[1:], *EVALUATIONS)
 ROWS_PER_RANK = 4
 NUM_BATCHES = 400
-TESTS = Path(__file__).resolve().parent.parent
+TESTS = Path(__file__).resolve().parents[2]
 # Seconds to wait for a job's moment, and for the end of its ranks.
 READY_SECONDS = 300
 GONE_SECONDS = 60
@@ -285,7 +285,7 @@ def started(
         k: v for k, v in os.environ.items() if k not in ("LOCAL_RANK", "RANK", "WORLD_SIZE")
     }
     paths = [
-        str(TESTS / "strategy"),
+        str(TESTS / "extras" / "failure_watch"),
         str(TESTS),
         str(TESTS.parent),
         environment.get("PYTHONPATH", ""),

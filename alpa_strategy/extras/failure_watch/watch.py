@@ -1,27 +1,19 @@
-"""A job ends and starts as one: an exception on one rank ends all ranks, and a restarted job uses a
-fresh store.
+"""FailureWatch: an exception on one rank ends all ranks of the job.
 
-`FailureWatch`: the failing rank writes its traceback to the job's store (the one that formed the
-process group). A thread on every rank polls it once a second. That needs no collectives, so it also
-works while the main thread hangs in one. A rank that was killed writes nothing: the others name it,
-as it does not answer.
-
-`fresh_store`: torchrun's store outlives its workers (`--max-restarts`). A restarted worker would
-find addresses of processes in it that have ended, and wait for them in vain. So the ranks that are
-alive agree on a new prefix.
+The failing rank writes its traceback to the job's store (the one that formed the process group). A
+thread on every rank polls it once a second. That needs no collectives, so it also works while the
+main thread hangs in one. A rank that was killed writes nothing: the others name it, as it does not
+answer.
 """
 
 import contextlib
 import os
-import signal
 import subprocess
 import sys
 import threading
 import time
 import traceback
-import uuid
 from collections.abc import Callable, Sequence
-from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
@@ -268,85 +260,3 @@ def end_children(children: Sequence[subprocess.Popen], grace_seconds: float) -> 
         except subprocess.TimeoutExpired:
             child.kill()
             child.wait()
-
-
-def job_store() -> Any:
-    """The store that formed the default process group."""
-    return dist.distributed_c10d._get_default_store()
-
-
-HELLO_SECONDS = 0.01
-
-
-def fresh_store(rank: int, world_size: int, timeout_seconds: float) -> Any:
-    """Return the environment's store, under a name on which this attempt's ranks have reached
-    consensus. Collective.
-
-    Raises:
-        LostRankError: a rank does not come in time.
-    """
-    limit = timedelta(seconds=timeout_seconds)
-    store, _, _ = next(dist.rendezvous("env://", rank, world_size, timeout=limit))
-    return dist.PrefixStore(
-        f"alpa/attempt/{agree_on_name(store, rank, world_size, timeout_seconds)}", store
-    )
-
-
-def agree_on_name(store: Any, rank: int, world_size: int, timeout_seconds: float) -> str:
-    """Return a new name chosen by rank 0, the same on all ranks, whatever earlier attempts have
-    left in the store. Collective.
-
-    Every rank sets a hello with a number that no rank had before. Rank 0 answers under that number,
-    until all ranks have answered in turn. The hello of a process that is gone is answered too, and
-    then replaced by a new one.
-
-    Raises:
-        LostRankError: a rank does not come in time.
-    """
-    name = uuid.uuid4().hex
-    deadline = time.monotonic() + timeout_seconds
-    store.set(f"alpa/hello/{rank}", name)
-    if rank != 0:
-        key = f"alpa/welcome/{name}"
-        while not store.check([key]):
-            _check_time(deadline, "rank 0")
-            time.sleep(HELLO_SECONDS)
-        name = store.get(key).decode()
-        store.set(f"alpa/here/{name}/{rank}", "")
-        return name
-    missing = set(range(1, world_size))
-    while missing:
-        for other in sorted(missing):
-            if store.check([f"alpa/here/{name}/{other}"]):
-                missing.discard(other)
-            elif store.check([f"alpa/hello/{other}"]):
-                store.set(f"alpa/welcome/{store.get(f'alpa/hello/{other}').decode()}", name)
-        if missing:
-            _check_time(deadline, f"ranks {sorted(missing)}")
-            time.sleep(HELLO_SECONDS)
-    return name
-
-
-def _check_time(deadline: float, whom: str) -> None:
-    """Check that `deadline` (`time.monotonic` seconds) has not passed.
-
-    Raises:
-        LostRankError: it has; `whom` was waited for.
-    """
-    if time.monotonic() > deadline:
-        raise LostRankError(
-            f"{whom} did not come to the start of the job in time", "see why it has not started"
-        )
-
-
-def exit_text(code: int) -> str:
-    """Return a text for the exit code of a lost process; it is negative if a signal ended it."""
-    if code > 0:
-        return f"ended with exit code {code}"
-
-    name = f"signal {-code}"
-    # Some signals have no name.
-    with contextlib.suppress(ValueError):
-        name = signal.Signals(-code).name
-    reason = "; out of memory is a common reason" if -code == signal.SIGKILL else ""
-    return f"was ended by {name}{reason}"

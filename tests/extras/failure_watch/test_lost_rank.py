@@ -104,7 +104,7 @@ def test_the_others_end_and_name_it(tmp_path, launcher, world, options, lost, mo
     }
     environment |= {
         "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": f"{Path(__file__).parent.parent}:{os.environ.get('PYTHONPATH', '')}",
+        "PYTHONPATH": f"{Path(__file__).parents[2]}:{os.environ.get('PYTHONPATH', '')}",
     }
     done = subprocess.run(
         [*start, str(script), str(tmp_path), str(lost), str(world), repr(options), moment],

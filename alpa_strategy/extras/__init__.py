@@ -1,0 +1,18 @@
+"""Extras: what the core (capture to pipeline, and the strategy) works without.
+
+Each is a package or a file of this folder. The core calls it at a hook point
+(`alpa_strategy/hook_points.py`) and imports nothing of it; the table below switches it on.
+"""
+
+from alpa_strategy import hook_points
+
+
+def _failure_watch() -> hook_points.FailureWatchExtra:
+    from alpa_strategy.extras.failure_watch import job_watch
+
+    return job_watch
+
+
+def register() -> None:
+    """Switch on all extras. Each is imported at its first use."""
+    hook_points.FAILURE_WATCH.register(_failure_watch)

@@ -1,0 +1,78 @@
+"""Hook points: where the core calls an extra, and what it calls.
+
+The core imports no extra. It asks a hook point for its extra, and goes on without one if there is
+none. `alpa_strategy/extras/__init__.py` has the table of the extras, which registers them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Generic, Protocol, TypeVar
+
+T = TypeVar("T")
+
+
+class HookPoint(Generic[T]):
+    """A place where the core calls an extra, if there is one.
+
+    Args:
+        name: of the extra, for messages.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self._load: Callable[[], T] | None = None
+
+    def register(self, load: Callable[[], T] | None) -> None:
+        """Set the extra: `load()` imports it at its first use. None switches it off."""
+        self._load = load
+
+    @property
+    def extra(self) -> T | None:
+        """The extra; None if it is switched off."""
+        return None if self._load is None else self._load()
+
+
+# Failure watch
+
+
+class JobWatch(Protocol):
+    """Watches the other ranks of a job with several, from its start to `stop`."""
+
+    def handle_signals(self, trainer: Any) -> None:
+        """Called before the Trainer registers its own handlers of signals."""
+
+    def before_evaluation(self) -> None:
+        """Called where all ranks come before an evaluation within a training. Collective."""
+
+    def before_exchange(self) -> None:
+        """Called before user code, callbacks or Lightning exchange values between ranks."""
+
+    def after_last_batch(self) -> None:
+        """Called when the training ends well. Collective."""
+
+    def failed(self, error: BaseException) -> None:
+        """Called with the error that is about to end this rank."""
+
+    def stop(self, ends_well: bool) -> None:
+        """Called at the end of the Trainer's run, after errors as well. No communication."""
+
+
+class FailureWatchExtra(Protocol):
+    """An error, a lost rank or a signal on one rank ends the job on all of them."""
+
+    def launcher(self, cluster_environment: Any, num_processes: int, num_nodes: int) -> Any:
+        """Return a launcher of Lightning's for the other ranks of this node."""
+
+    def start(self, store: Any, rank: int, world_size: int, launcher: Any) -> JobWatch:
+        """Called when the process group is formed.
+
+        Args:
+            store: of the process group.
+            rank: of this process in the job.
+            world_size: number of ranks of the job.
+            launcher: of this process, if any.
+        """
+
+
+FAILURE_WATCH = HookPoint[FailureWatchExtra]("failure watch")
