@@ -7,7 +7,11 @@ none. `alpa_strategy/extras/__init__.py` has the table of the extras, which regi
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
+
+if TYPE_CHECKING:
+    from alpa_strategy.ir.plan import Plan
+    from alpa_strategy.planner.task import PlanTask
 
 T = TypeVar("T")
 
@@ -76,3 +80,54 @@ class FailureWatchExtra(Protocol):
 
 
 FAILURE_WATCH = HookPoint[FailureWatchExtra]("failure watch")
+
+
+# CPU shared memory
+
+
+class HostGroupsExtra(Protocol):
+    """Collectives of CPU tensors between ranks on one host, faster than gloo's."""
+
+    def shared_memory_group(
+        self, group: Any, rank: int, size: int, wanted_bytes: int | None = None
+    ) -> Any | None:
+        """Return a group of the ranks of `group` if all are on one host; else None. Collective.
+
+        Called where a group of CPU tensors is made.
+        """
+
+
+HOST_GROUPS = HookPoint[HostGroupsExtra]("CPU shared memory")
+
+
+# Allocator tuning
+
+
+class HostAllocatorExtra(Protocol):
+    """Freed blocks of host memory are kept for reuse as far as the plan leaves headroom."""
+
+    def keep_freed(self, keep: bool) -> None:
+        """Called before a module is built without memory (False) and before it is sharded."""
+
+    def trim(self) -> None:
+        """Called when the module is sharded: what planning used is free."""
+
+    def enforce_memory_plan(
+        self, owner: object, plan: Plan, limit_bytes: float, tensor_bytes: int
+    ) -> Callable[[], object]:
+        """Called when a run starts; the result is called when it ends.
+
+        Args:
+            owner: ends it when it is freed.
+            plan: whose predicted peak bytes count.
+            limit_bytes: of tensors, for this process.
+            tensor_bytes: of the tensors that the process has now.
+        """
+
+    def with_page_faults(
+        self, plan: Plan, task: PlanTask, choose: Callable[[PlanTask], Plan]
+    ) -> Plan:
+        """Called with the best plan of a task on CPUs; returns that to be used."""
+
+
+HOST_ALLOCATOR = HookPoint[HostAllocatorExtra]("allocator tuning")

@@ -13,6 +13,20 @@ def _failure_watch() -> hook_points.FailureWatchExtra:
     return job_watch
 
 
+def _host_groups() -> hook_points.HostGroupsExtra:
+    from alpa_strategy.extras import shared_memory
+
+    return shared_memory
+
+
+def _host_allocator() -> hook_points.HostAllocatorExtra:
+    from alpa_strategy.extras.host_allocator import tuning
+
+    return tuning
+
+
 def register() -> None:
     """Switch on all extras. Each is imported at its first use."""
     hook_points.FAILURE_WATCH.register(_failure_watch)
+    hook_points.HOST_GROUPS.register(_host_groups)
+    hook_points.HOST_ALLOCATOR.register(_host_allocator)

@@ -27,10 +27,10 @@ from alpa_strategy.comm.collectives import (
     world_size,
 )
 from alpa_strategy.errors import AlpaError, RuntimeMismatchError
+from alpa_strategy.hook_points import HOST_ALLOCATOR
 from alpa_strategy.lightning.digests import digest
 from alpa_strategy.runtime.deferred import Recorder
 from alpa_strategy.runtime.deferred_slices import read_into
-from alpa_strategy.runtime.host_memory import keep_freed
 from alpa_strategy.runtime.parameters import ParameterStore
 
 RESETS = ("reset_parameters", "_reset_parameters")
@@ -69,10 +69,11 @@ class DeferredInit:
         if self._recorder is not None:
             return
 
-        if device.type == "cpu":
+        allocator = HOST_ALLOCATOR.extra
+        if allocator is not None and device.type == "cpu":
             # Random ops run, to advance the generators. Their freed blocks must go back to the
             # system: together they are as large as the model.
-            keep_freed(False)
+            allocator.keep_freed(False)
         self._device = device
         self._recorder = Recorder(device)
 

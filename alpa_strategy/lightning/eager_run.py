@@ -47,7 +47,7 @@ from alpa_strategy.runtime.activation_checkpoint import (
 )
 from alpa_strategy.runtime.eager_fully_shard import EagerFullyShard, set_data
 from alpa_strategy.runtime.gradients import Replicas
-from alpa_strategy.runtime.host_memory import enforce_memory_plan, tuned
+from alpa_strategy.runtime.process_memory import enforce_memory_plan, tuned
 from alpa_strategy.runtime.owner_step import OwnerStep
 from alpa_strategy.runtime.parameters import ParameterStore
 from alpa_strategy.runtime.synced_norms import synced
@@ -210,8 +210,9 @@ class EagerRun(ShardedRun):
             store = _store(module, parameters, plan, job)
             super().__init__(inputs, info, plan, store, limit, values)
 
-        if job.device.type == "cpu":
-            self._adapted.callback(enforce_memory_plan(self, plan, limit, module, optimizers))
+        self._adapted.callback(
+            enforce_memory_plan(self, plan, limit, module, optimizers, job.device)
+        )
         if optimizers and world_size() > 1:
             self._sync_batch_norms()
 

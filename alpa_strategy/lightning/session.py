@@ -141,7 +141,7 @@ class Session:
         with without_collections():
             from alpa_strategy.lightning.eager_run import reason_for_eager_steps
             from alpa_strategy.lightning.sharded_run import RunInputs
-            from alpa_strategy.runtime.host_memory import process_bytes
+            from alpa_strategy.runtime.process_memory import process_bytes
             from alpa_strategy.runtime.sharded_parameter import have_other_users
 
         named = list(module.named_parameters())

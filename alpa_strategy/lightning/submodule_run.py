@@ -47,7 +47,7 @@ from alpa_strategy.planner.eager_plan import plan_eager
 from alpa_strategy.planner.optimizer_info import inspect_optimizer, joint_info
 from alpa_strategy.runtime.call_order import CallOrder
 from alpa_strategy.runtime.gradients import average
-from alpa_strategy.runtime.host_memory import tuned
+from alpa_strategy.runtime.process_memory import tuned
 from alpa_strategy.runtime.synced_norms import synced
 from alpa_strategy.runtime.unshard_on_access import UnshardOnAccess
 

@@ -33,8 +33,6 @@ from alpa_strategy.errors import LostRankError
 FOLDER = Path("/dev/shm")
 # Of a group. Docker gives a container 64 MB by default.
 TOTAL_BYTES = 8 * 2**20
-# Of a group that exchanges a few numbers.
-AGREEMENT_BYTES = 2**18
 # Of each rank, used in turn: the most pieces that it may write before the others have read them.
 PLACES = 8
 # Bytes of a cache line: two ranks do not write to the same one.

@@ -5,26 +5,20 @@ glibc returns a large freed block to the system, and the next step pays a page f
 of it: steps took up to 1.7 x as long. If blocks are kept instead, the next tensor of the same size
 often does not fit where one was: PyTorch wants multiples of 64 bytes, for which glibc looks for
 more than it frees (its bug 14581). Measured memory was 1.1 x the live bytes under data parallelism,
-and
-1.8 to 2.1 x with recomputation or ZeRO-3. So a thread polls the memory of the process, and returns
-all free blocks at once when it exceeds the limit.
+and 1.8 to 2.1 x with recomputation or ZeRO-3. So a thread polls the memory of the process, and
+returns all free blocks at once when it exceeds the limit.
 """
 
 import ctypes
 import os
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
 import psutil
-import torch
-from torch import Tensor, nn
-from torch.optim import Optimizer
 
-from alpa_strategy.ir.held_optimizers import states_in
 from alpa_strategy.ir.plan import Plan
 
 # A plan is tight from this share of the limit on: kept blocks took up to as much again as live
@@ -39,10 +33,6 @@ LARGE_BYTES = 250 * 10**6
 
 # Resident bytes per planned byte: 1.1 to 1.2 were measured in most plans, up to 1.5 in some.
 KEPT_BLOCKS = 1.25
-
-# Share of a step's seconds that page faults take at least, if blocks are returned to the system: up
-# to 0.35 was measured.
-PAGE_FAULTS = 0.15
 
 # Options of `mallopt`, from malloc.h.
 M_TRIM_THRESHOLD = -1
@@ -67,27 +57,11 @@ HELD = 1.2
 SLACK = 0.05
 
 
-@contextmanager
-def tuned(device: torch.device) -> Iterator[None]:
-    """Context of the sharding of a module: frees what planning used, and from then on keeps freed
-    blocks if tensors are in host memory.
-    """
-    if device.type == "cpu":
-        keep_freed(True)
-    yield
-    if device.type == "cpu":
-        trim()
-    elif device.type == "cuda":
-        # Blocks of the planning have other sizes than those of training.
-        torch.cuda.empty_cache()
-
-
 def enforce_memory_plan(
     owner: object,
     plan: Plan,
     limit_bytes: float,
-    module: nn.Module,
-    optimizers: Sequence[Optimizer],
+    tensor_bytes: int,
 ) -> Callable[[], object]:
     """Start a thread that returns free blocks to the system when the process exceeds its memory.
 
@@ -99,8 +73,7 @@ def enforce_memory_plan(
         owner: the thread ends when this object is freed.
         plan: whose predicted peak bytes count.
         limit_bytes: of tensors, for this process.
-        module: of the tensors that the process has now.
-        optimizers: of the other tensors that it has now.
+        tensor_bytes: of the tensors that the process has now.
 
     Returns:
         A function that ends the thread.
@@ -112,9 +85,9 @@ def enforce_memory_plan(
         return ended.set
 
     slack = int(SLACK * peak)
-    without_tensors = max(0, _held_bytes(psutil.Process()) - _tensor_bytes(module, optimizers))
-    tensor_bytes = limit_bytes if is_tight else HELD * peak
-    bound = without_tensors + int(tensor_bytes) - slack
+    without_tensors = max(0, _held_bytes(psutil.Process()) - tensor_bytes)
+    allowed_bytes = limit_bytes if is_tight else HELD * peak
+    bound = without_tensors + int(allowed_bytes) - slack
     arguments = (bound, slack, ended)
     threading.Thread(target=_trim_beyond, args=arguments, name=THREAD, daemon=True).start()
     return weakref.finalize(owner, ended.set)
@@ -181,27 +154,3 @@ def trim() -> None:
 def _glibc(name: str) -> Any:
     """Return a function of glibc; None with another C library."""
     return getattr(ctypes.CDLL(None), name, None)
-
-
-def process_bytes(module: nn.Module, optimizers: Sequence[Optimizer], device: torch.device) -> int:
-    """Return the bytes of host memory that this process takes without tensors: Python, libraries
-    and their pages. 0 on GPUs.
-
-    Args:
-        module: of the process's tensors.
-        optimizers: of the process's other tensors.
-        device: of the training.
-    """
-    if device.type != "cpu":
-        return 0
-    return max(0, psutil.Process().memory_info().rss - _tensor_bytes(module, optimizers))
-
-
-def _tensor_bytes(module: nn.Module, optimizers: Sequence[Optimizer]) -> int:
-    """Return the bytes of parameters, buffers and optimizer states."""
-    tensors = [*module.parameters(), *module.buffers()]
-    for optimizer in optimizers:
-        for states in states_in(optimizer):
-            for state in states.values():
-                tensors += [value for value in state.values() if isinstance(value, Tensor)]
-    return sum(tensor.untyped_storage().nbytes() for tensor in tensors)

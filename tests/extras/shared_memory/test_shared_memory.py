@@ -15,10 +15,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from alpa_strategy.comm import collectives, shared_memory
+from alpa_strategy.comm import collectives
 from alpa_strategy.comm.collectives import all_reduce_max, any_rank, check_groups
 from alpa_strategy.comm.mesh import build_mesh
-from alpa_strategy.comm.shared_memory import FOLDER, TOTAL_BYTES, SharedMemoryGroup
+from alpa_strategy.extras import shared_memory
+from alpa_strategy.extras.shared_memory import FOLDER, TOTAL_BYTES, SharedMemoryGroup
 from alpa_strategy.errors import LostRankError
 
 DTYPES = (torch.float64, torch.bfloat16, torch.int64, torch.uint8)
@@ -219,7 +220,7 @@ def test_ranks_that_a_failure_left_apart_agree_again(pool):
 
 def test_the_file_has_room_for_every_rank(tmp_path):
     for size in (2, 64, 200):
-        total = shared_memory.file_bytes(size, shared_memory.AGREEMENT_BYTES)
+        total = shared_memory.file_bytes(size, collectives.CONSENSUS_BYTES)
         path = tmp_path / f"shared{size}"
         path.write_bytes(b"\0" * total)
         assert SharedMemoryGroup(str(path), 0, size, 1.0, total).piece_bytes >= 64
