@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 if TYPE_CHECKING:
     from alpa_strategy.ir.plan import Plan
+    from alpa_strategy.lightning.module_init import ModuleInit
     from alpa_strategy.planner.task import PlanTask
 
 T = TypeVar("T")
@@ -131,3 +132,8 @@ class HostAllocatorExtra(Protocol):
 
 
 HOST_ALLOCATOR = HookPoint[HostAllocatorExtra]("allocator tuning")
+
+
+# Deferred init: the class of the initialisation of a strategy's modules, instead of `ModuleInit`
+
+DEFERRED_INIT: HookPoint[Callable[[], ModuleInit]] = HookPoint("deferred init")

@@ -4,7 +4,12 @@ Each is a package or a file of this folder. The core calls it at a hook point
 (`alpa_strategy/hook_points.py`) and imports nothing of it; the table below switches it on.
 """
 
+from typing import TYPE_CHECKING
+
 from alpa_strategy import hook_points
+
+if TYPE_CHECKING:
+    from alpa_strategy.extras.deferred_init import DeferredInit
 
 
 def _failure_watch() -> hook_points.FailureWatchExtra:
@@ -25,8 +30,15 @@ def _host_allocator() -> hook_points.HostAllocatorExtra:
     return tuning
 
 
+def _deferred_init() -> "type[DeferredInit]":
+    from alpa_strategy.extras.deferred_init import DeferredInit
+
+    return DeferredInit
+
+
 def register() -> None:
     """Switch on all extras. Each is imported at its first use."""
     hook_points.FAILURE_WATCH.register(_failure_watch)
     hook_points.HOST_GROUPS.register(_host_groups)
     hook_points.HOST_ALLOCATOR.register(_host_allocator)
+    hook_points.DEFERRED_INIT.register(_deferred_init)

@@ -23,9 +23,9 @@ from torch.optim import Optimizer
 from alpa_strategy.comm.collectives import any_rank, rank_in, world_size
 from alpa_strategy.errors import AlpaError, CaptureError, FailedCheckError
 from alpa_strategy.lightning.checkpointing import Checkpoints
-from alpa_strategy.lightning.deferred_init import DeferredInit, stays_sharded
 from alpa_strategy.lightning.evaluation_loop import EvaluationLoop
 from alpa_strategy.lightning.job import Job, device_limit
+from alpa_strategy.lightning.module_init import new_module_init, stays_sharded
 from alpa_strategy.lightning.out_of_memory import is_out_of_memory, memory_note, memory_of
 from alpa_strategy.loading import without_collections
 
@@ -82,7 +82,7 @@ class Session:
         # started.
         self.process_bytes = 0
 
-        self.deferred_init = DeferredInit()
+        self.deferred_init = new_module_init()
 
         # Reason for eager steps; None: steps are captured.
         self._reason: CaptureError | None = None

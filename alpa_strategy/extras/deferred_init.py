@@ -1,6 +1,6 @@
 """A module that was built without memory, from `configure_model` to the first training batch.
 
-The strategy records the ops that build and fill the module (`runtime/deferred.py`). No tensor is
+The strategy records the ops that build and fill the module (`recording/recorder.py`). No tensor is
 made until there is a plan, which decides the shards of each parameter. Then parameters are made one
 after the other, sharded, and the rest is freed.
 """
@@ -12,11 +12,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning.fabric.utilities.device_dtype_mixin import _update_properties
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
+from typing_extensions import override
 
 from alpa_strategy.checkpoint.tensors import Chunk, read_chunks
 from alpa_strategy.comm.collectives import (
@@ -29,14 +29,15 @@ from alpa_strategy.comm.collectives import (
 from alpa_strategy.errors import AlpaError, RuntimeMismatchError
 from alpa_strategy.hook_points import HOST_ALLOCATOR
 from alpa_strategy.lightning.digests import digest
-from alpa_strategy.runtime.deferred import Recorder
-from alpa_strategy.runtime.deferred_slices import read_into
+from alpa_strategy.lightning.module_init import ModuleInit, is_on_meta
+from alpa_strategy.recording.recorder import Recorder
+from alpa_strategy.recording.boxes import read_into
 from alpa_strategy.runtime.parameters import ParameterStore
 
 RESETS = ("reset_parameters", "_reset_parameters")
 
 
-class DeferredInit:
+class DeferredInit(ModuleInit):
     """The deferred tensors of a module that was built without memory. Most modules have none."""
 
     def __init__(self) -> None:
@@ -60,10 +61,12 @@ class DeferredInit:
         self._unread: dict[nn.Parameter, Tensor] = {}
 
     @property
+    @override
     def is_pending(self) -> bool:
         """Whether there are deferred tensors."""
         return self._recorder is not None
 
+    @override
     def begin(self, device: torch.device) -> None:
         """Start to record the ops that build a module; `device`: this rank's."""
         if self._recorder is not None:
@@ -77,6 +80,7 @@ class DeferredInit:
         self._device = device
         self._recorder = Recorder(device)
 
+    @override
     def recording(self) -> AbstractContextManager[None]:
         """Return a context that defers large tensors and records ops on them.
 
@@ -84,6 +88,7 @@ class DeferredInit:
         """
         return nullcontext() if self._recorder is None else self._recorder.recording()
 
+    @override
     def before_loading(self, module: nn.Module, state_dict: Mapping[str, Tensor]) -> None:
         """Allocate the buffers that a checkpoint will fill; parameters stay deferred."""
         self._make_others(module)
@@ -93,6 +98,7 @@ class DeferredInit:
                 if buffer is not None and buffer.is_meta and path in state_dict:
                     child._buffers[name] = torch.empty_like(buffer, device=self._device)
 
+    @override
     def settle(
         self,
         trainer: Any,
@@ -141,6 +147,7 @@ class DeferredInit:
                 " for them is made with the first training batch"
             )
 
+    @override
     def whole_values(self, state: dict[str, Any]) -> dict[str, Any]:
         """Return a state dict in which the deferred tensors are made."""
         values = {}
@@ -148,6 +155,7 @@ class DeferredInit:
             values[key] = self._full(value) if isinstance(value, Tensor) else value
         return values
 
+    @override
     @contextmanager
     def sharding(self, module: nn.Module) -> Iterator[Callable[[Tensor], Tensor]]:
         """Context in which the module is sharded.
@@ -232,6 +240,7 @@ class DeferredInit:
         if not self._unread:
             self._recorder = None
 
+    @override
     def read_shards(self, store: ParameterStore) -> None:
         """Read the shards of parameters whose values are in files. Collective.
 
@@ -333,41 +342,6 @@ class DeferredInit:
                 tensors = [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
                 if any(real(tensor) is not tensor for tensor in tensors):
                     child.__dict__[name] = pytree.tree_map_only(Tensor, real, value)
-
-
-def is_on_meta(module: nn.Module | None) -> bool:
-    """Whether a parameter or buffer of the module is on the meta device."""
-    if module is None:
-        return False
-
-    return any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers()))
-
-
-def move_real_tensors(module: nn.Module, device: torch.device) -> None:
-    """Move the module to `device`, except for tensors on the meta device."""
-    if is_on_meta(module):
-        # Sets the module's `self.device`.
-        _update_properties(module, device=device)
-
-        def move(tensor: Tensor) -> Tensor:
-            return tensor if tensor.is_meta else tensor.to(device)
-
-        module._apply(move)
-    else:
-        module.to(device)
-
-
-def stays_sharded(run: Any) -> bool:
-    """Whether the module stays sharded after a training, as the full one does not fit; logs why."""
-    against = run.no_headroom_for_full_module()
-    if against is None:
-        return False
-
-    rank_zero_info(
-        f"alpa: the module stays in shards after training: {against}. This trainer saves and"
-        " evaluates it as before"
-    )
-    return True
 
 
 def _synchronize(recorder: Recorder) -> None:

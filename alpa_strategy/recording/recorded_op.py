@@ -1,6 +1,6 @@
 """One op of a module's initialization as it is recorded, and what ops read, write and draw.
 
-`runtime/deferred.py` records and runs them.
+`recording/recorder.py` records and runs them.
 """
 
 import sys

@@ -25,8 +25,8 @@ from torch.utils._python_dispatch import (
 )
 
 from alpa_strategy.errors import CaptureError
-from alpa_strategy.runtime.mapped_files import MappedFiles
-from alpa_strategy.runtime.recorded_op import (
+from alpa_strategy.recording.mapped_files import MappedFiles
+from alpa_strategy.recording.recorded_op import (
     RealTensor,
     RecordedOp,
     View,

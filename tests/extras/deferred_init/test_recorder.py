@@ -14,8 +14,8 @@ from models import MODELS
 from torch import nn
 
 from alpa_strategy.errors import CaptureError
-from alpa_strategy.lightning.deferred_init import move_real_tensors
-from alpa_strategy.runtime.deferred import Recorder
+from alpa_strategy.lightning.module_init import move_real_tensors
+from alpa_strategy.recording.recorder import Recorder
 
 CPU = torch.device("cpu")
 
