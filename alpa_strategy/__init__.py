@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from alpa_strategy.ir.op import OpCall
     from alpa_strategy.ir.plan import Plan
     from alpa_strategy.options import PlanOptions
-    from alpa_strategy.planner.phases import Phase
+    from alpa_strategy.extras.iteration_phases import Phase
     from alpa_strategy.planner.planner import make_plan
     from alpa_strategy.schedules import Action, Schedule, register_schedule
     from alpa_strategy.sharding.register import prove_sharding, register_sharding
@@ -62,7 +62,7 @@ _LAZY = {
     "ClusterSpec": "alpa_strategy.cluster.spec",
     "OpCall": "alpa_strategy.ir.op",
     "OpCosts": "alpa_strategy.cost.model",
-    "Phase": "alpa_strategy.planner.phases",
+    "Phase": "alpa_strategy.extras.iteration_phases",
     "Plan": "alpa_strategy.ir.plan",
     "PlanOptions": "alpa_strategy.options",
     "RooflineCosts": "alpa_strategy.cost.model",

@@ -7,9 +7,11 @@ none. `alpa_strategy/extras/__init__.py` has the table of the extras, which regi
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 if TYPE_CHECKING:
+    from alpa_strategy.ir.graph import StepGraph
     from alpa_strategy.ir.plan import Plan
     from alpa_strategy.lightning.module_init import ModuleInit
     from alpa_strategy.planner.task import PlanTask
@@ -137,3 +139,44 @@ HOST_ALLOCATOR = HookPoint[HostAllocatorExtra]("allocator tuning")
 # Deferred init: the class of the initialisation of a strategy's modules, instead of `ModuleInit`
 
 DEFERRED_INIT: HookPoint[Callable[[], ModuleInit]] = HookPoint("deferred init")
+
+
+# Iteration phases
+
+
+class CapturedIteration(Protocol):
+    """The phases of an iteration, captured."""
+
+    @property
+    def step(self) -> StepGraph:
+        """The ops of the phase that trains."""
+
+    def plan(self, task: PlanTask, choose: Callable[[PlanTask], Plan]) -> Plan:
+        """Return the plan of `step`, with the costs of all phases.
+
+        Args:
+            task: of planning `step`.
+            choose: returns the plan of a task.
+        """
+
+
+class IterationPhasesExtra(Protocol):
+    """Training steps that generate, score and update."""
+
+    def captured_iteration(
+        self,
+        module: Any,
+        batch: Any,
+        world_size: int,
+        batch_scope: str,
+        context: Callable[[], AbstractContextManager[Any]],
+    ) -> CapturedIteration | None:
+        """Called before a module's step is captured for a plan, with the arguments of
+        `capture_step`.
+
+        Returns:
+            What is planned instead of the step; None: nothing.
+        """
+
+
+ITERATION_PHASES = HookPoint[IterationPhasesExtra]("iteration phases")

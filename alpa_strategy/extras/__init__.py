@@ -36,9 +36,16 @@ def _deferred_init() -> "type[DeferredInit]":
     return DeferredInit
 
 
+def _iteration_phases() -> hook_points.IterationPhasesExtra:
+    from alpa_strategy.extras import iteration_phases
+
+    return iteration_phases
+
+
 def register() -> None:
     """Switch on all extras. Each is imported at its first use."""
     hook_points.FAILURE_WATCH.register(_failure_watch)
     hook_points.HOST_GROUPS.register(_host_groups)
     hook_points.HOST_ALLOCATOR.register(_host_allocator)
     hook_points.DEFERRED_INIT.register(_deferred_init)
+    hook_points.ITERATION_PHASES.register(_iteration_phases)

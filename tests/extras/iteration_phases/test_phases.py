@@ -14,7 +14,7 @@ from torch import nn
 from alpa_strategy import ClusterSpec, Phase, Plan, PlanOptions, make_plan
 from alpa_strategy.cli import main
 from alpa_strategy.errors import CaptureError, PlanError
-from alpa_strategy.planner.phases import capture_phases
+from alpa_strategy.extras.iteration_phases import capture_phases
 
 WIDTH = 512
 LAYERS = 6

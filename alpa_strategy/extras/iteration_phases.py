@@ -50,6 +50,39 @@ class Phase:
     trains: bool = False
 
 
+@dataclass(frozen=True)
+class CapturedIteration:
+    """The phases of an iteration, captured."""
+
+    # Name -> the phase and its ops.
+    phases: Mapping[str, tuple[Phase, StepGraph]]
+
+    @property
+    def step(self) -> StepGraph:
+        """The ops of the phase that trains."""
+        return next(graph for phase, graph in self.phases.values() if phase.trains)
+
+    def plan(self, task: PlanTask, choose: Callable[[PlanTask], Plan]) -> Plan:
+        """Return the plan of `step`, with the costs of all phases; see `plan_iteration`."""
+        return plan_iteration(self.phases, task, choose)
+
+
+def captured_iteration(
+    module: Any,
+    batch: Any,
+    world_size: int,
+    batch_scope: str,
+    context: Callable[[], AbstractContextManager[Any]],
+) -> CapturedIteration | None:
+    """Capture the phases of a module with `iteration_phases`; None of any other module.
+
+    Arguments and errors: as of `capture_phases`.
+    """
+    if not hasattr(module, "iteration_phases"):
+        return None
+    return CapturedIteration(capture_phases(module, batch, world_size, batch_scope, context))
+
+
 def capture_phases(
     module: Any,
     batch: Any,
