@@ -10,7 +10,11 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
+from alpa_strategy.errors import SetupError
+
 if TYPE_CHECKING:
+    from torch import Tensor, nn
+
     from alpa_strategy.ir.graph import StepGraph
     from alpa_strategy.ir.plan import Plan
     from alpa_strategy.lightning.module_init import ModuleInit
@@ -38,6 +42,24 @@ class HookPoint(Generic[T]):
     def extra(self) -> T | None:
         """The extra; None if it is switched off."""
         return None if self._load is None else self._load()
+
+    def required(self, user: str) -> T:
+        """Return the extra, for `user` (a noun), which does not work without it.
+
+        Raises:
+            SetupError: it is switched off.
+        """
+        extra = self.extra
+        if extra is None:
+            raise self.missing(user)
+        return extra
+
+    def missing(self, user: str) -> SetupError:
+        """Return the error for `user` (a noun), which does not work without the extra."""
+        return SetupError(
+            f"{user} needs the extra {self.name}, which is switched off",
+            "switch it on (alpa_strategy.extras.register()), or leave out what needs it",
+        )
 
 
 # Failure watch
@@ -180,3 +202,38 @@ class IterationPhasesExtra(Protocol):
 
 
 ITERATION_PHASES = HookPoint[IterationPhasesExtra]("iteration phases")
+
+
+# Eager activation checkpointing
+
+
+class Recomputation(Protocol):
+    """The recomputation of modules in the backwards of an eager run."""
+
+    def installed(self) -> AbstractContextManager[None]:
+        """Return the context of the run."""
+
+    def after_forward(self, loss: Tensor) -> str | None:
+        """Called between forward and backward; returns a line for the log, if any."""
+
+
+class ActivationCheckpointExtra(Protocol):
+    """Modules of eager steps are recomputed in the backward."""
+
+    def __call__(
+        self, root: nn.Module, remat: bool | tuple[str, ...] | None, headroom: float | None
+    ) -> Recomputation:
+        """Called when an eager run starts that trains.
+
+        Args:
+            root: the module that is trained.
+            remat: what the user wants to be recomputed; None: not specified.
+            headroom: bytes for all that autograd saves, if no more modules than necessary are to be
+                recomputed; None: all of `remat`.
+
+        Raises:
+            OptionError: `remat` names no module.
+        """
+
+
+ACTIVATION_CHECKPOINT = HookPoint[ActivationCheckpointExtra]("activation checkpointing")

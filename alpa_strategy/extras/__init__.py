@@ -42,6 +42,12 @@ def _iteration_phases() -> hook_points.IterationPhasesExtra:
     return iteration_phases
 
 
+def _activation_checkpoint() -> hook_points.ActivationCheckpointExtra:
+    from alpa_strategy.extras.activation_checkpoint import Recomputation
+
+    return Recomputation
+
+
 def register() -> None:
     """Switch on all extras. Each is imported at its first use."""
     hook_points.FAILURE_WATCH.register(_failure_watch)
@@ -49,3 +55,4 @@ def register() -> None:
     hook_points.HOST_ALLOCATOR.register(_host_allocator)
     hook_points.DEFERRED_INIT.register(_deferred_init)
     hook_points.ITERATION_PHASES.register(_iteration_phases)
+    hook_points.ACTIVATION_CHECKPOINT.register(_activation_checkpoint)

@@ -25,6 +25,7 @@ from alpa_strategy.capture.trace import names_by_tensor
 from alpa_strategy.comm.collectives import all_reduce_max, cpu_group, world_size
 from alpa_strategy.comm.mesh import build_mesh
 from alpa_strategy.errors import CaptureError, SetupError
+from alpa_strategy.hook_points import ACTIVATION_CHECKPOINT, Recomputation
 from alpa_strategy.ir.graph import ParameterInput
 from alpa_strategy.ir.op import TensorMeta
 from alpa_strategy.ir.plan import Plan
@@ -39,11 +40,6 @@ from alpa_strategy.planner.optimizer_info import (
     inspect_optimizer,
     joint_info,
     wants_sparse_gradients,
-)
-from alpa_strategy.runtime.activation_checkpoint import (
-    ActivationBudget,
-    ModuleCheckpoint,
-    modules_to_checkpoint,
 )
 from alpa_strategy.runtime.eager_fully_shard import EagerFullyShard, set_data
 from alpa_strategy.runtime.gradients import Replicas
@@ -266,15 +262,16 @@ class EagerRun(ShardedRun):
         remat = None if job.options.remat == (SELECTIVE,) else job.options.remat
         is_chosen_here = remat is None and job.compile is None
 
-        modules = {}
-        if self.optimizers and (remat or is_chosen_here):
-            modules = modules_to_checkpoint(module, remat)
+        self._recomputation: Recomputation | None = None
+        extra = ACTIVATION_CHECKPOINT.extra
+        if extra is None and remat:
+            raise ACTIVATION_CHECKPOINT.missing(f"remat={remat!r} of a step that runs eagerly")
+        if extra is None or not self.optimizers or not (remat or is_chosen_here):
+            return
 
-        self._budget: ActivationBudget | None = None
-        if is_chosen_here:
-            headroom = limit - self.plan.predicted.peak_bytes
-            self._budget = ActivationBudget(module, modules, headroom)
-        self._adapted.enter_context(ModuleCheckpoint(module, self._budget).installed(modules))
+        headroom = limit - self.plan.predicted.peak_bytes if is_chosen_here else None
+        self._recomputation = extra(module, remat, headroom)
+        self._adapted.enter_context(self._recomputation.installed())
 
     @override
     def begin_check(self, batch: Any = None, loss: Tensor | None = None) -> None:
@@ -285,8 +282,8 @@ class EagerRun(ShardedRun):
         if loss is None:
             return
 
-        if self._budget is not None:
-            line = self._budget.ends_in(loss)
+        if self._recomputation is not None:
+            line = self._recomputation.after_forward(loss)
             if line is not None:
                 rank_zero_info(f"alpa: {line}")
 

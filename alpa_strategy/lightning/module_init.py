@@ -13,7 +13,6 @@ from lightning.fabric.utilities.device_dtype_mixin import _update_properties
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
 
-from alpa_strategy.errors import AlpaError
 from alpa_strategy.hook_points import DEFERRED_INIT
 from alpa_strategy.runtime.parameters import ParameterStore
 
@@ -56,14 +55,10 @@ class ModuleInit:
                 then.
 
         Raises:
-            AlpaError: a parameter or buffer on the meta device has no values.
+            SetupError: a parameter or buffer on the meta device has no values.
         """
         if is_on_meta(module):
-            raise AlpaError(
-                f"{type(module).__name__} was built on the meta device, and the extra"
-                f" {DEFERRED_INIT.name} is switched off",
-                "build it with memory, or switch the extra on (alpa_strategy/extras)",
-            )
+            raise DEFERRED_INIT.missing(f"{type(module).__name__}, on the meta device,")
 
     def whole_values(self, state: dict[str, Any]) -> dict[str, Any]:
         """Return a state dict in which all tensors have values."""

@@ -19,7 +19,7 @@ from alpa_strategy.lightning.job import Job
 from alpa_strategy.lightning.shape_key import shape_key
 from alpa_strategy.lightning.step_effects import materialize_output
 from alpa_strategy.pipeline.step_programs import PlanRuntime
-from alpa_strategy.runtime.activation_checkpoint import forward_of_copy
+from alpa_strategy.runtime.module_copies import forward_of_copy
 from alpa_strategy.runtime.call_order import CallOrder
 
 

@@ -22,7 +22,7 @@ from alpa_strategy.capture.python_state import patched
 from alpa_strategy.comm.mesh import Pending
 from alpa_strategy.comm.saved_tensor_hooks import SavedTensorHooks
 from alpa_strategy.options import BUCKET_BYTES
-from alpa_strategy.runtime.activation_checkpoint import forward_of_copy
+from alpa_strategy.runtime.module_copies import forward_of_copy
 from alpa_strategy.runtime.on_demand_gather import OnDemandGather, Wait
 from alpa_strategy.runtime.parameters import ParameterStore
 
@@ -338,7 +338,7 @@ class EagerFullyShard:
                     finished = [unit for unit in units if not self._is_for_generation(unit)]
                     self._drop_unused(finished)
 
-        # Not a hook: `runtime/activation_checkpoint.py` calls a forward alone, once more for the
+        # Not a hook: `extras/activation_checkpoint.py` calls a forward alone, once more for the
         # backward. A partial, not a decorated function: a copy of the module runs its own.
         forward = partial(running, module, module.forward)
         self._installed.enter_context(patched([(module, "forward", forward)]))

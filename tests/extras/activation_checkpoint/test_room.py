@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from worker_pool import WorkerError
 
 from alpa_strategy import AlpaStrategy
-from alpa_strategy.runtime.activation_checkpoint import saved_for_backward_bytes
+from alpa_strategy.extras.activation_checkpoint import saved_for_backward_bytes
 
 RANKS = 2
 WIDTH = 16

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from alpa_strategy.errors import OptionError, RuntimeMismatchError
-from alpa_strategy.runtime.activation_checkpoint import (
+from alpa_strategy.extras.activation_checkpoint import (
     ActivationBudget,
     ModuleCheckpoint,
     modules_to_checkpoint,

@@ -7,7 +7,6 @@ updated once. What cannot be restored (a weight that was changed in between) is 
 """
 
 import random
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
 from fnmatch import fnmatchcase
@@ -25,6 +24,7 @@ from alpa_strategy.capture.kept_state import snapshots_in
 from alpa_strategy.capture.python_state import framework_attributes, patched, version_of
 from alpa_strategy.capture.snapshots import Kind, take
 from alpa_strategy.errors import OptionError, RuntimeMismatchError
+from alpa_strategy.runtime.module_copies import forward_of_copy
 from alpa_strategy.units import format_bytes
 
 _MODULE_LISTS = (nn.ModuleList, nn.ModuleDict)
@@ -97,6 +97,37 @@ def _names_of_list_items(root: nn.Module, callable_modules: Mapping[str, nn.Modu
         for name, module in callable_modules.items()
         if module in items and items.isdisjoint(module.children())
     ]
+
+
+class Recomputation:
+    """The recomputation of modules in the backwards of an eager run.
+
+    Args:
+        root: the module that is trained.
+        remat: as of `modules_to_checkpoint`.
+        headroom: bytes for all that autograd saves, if as few modules as possible are recomputed;
+            None: all are.
+
+    Raises:
+        OptionError: as of `modules_to_checkpoint`.
+    """
+
+    def __init__(
+        self, root: nn.Module, remat: bool | tuple[str, ...] | None, headroom: float | None
+    ) -> None:
+        self._modules = modules_to_checkpoint(root, remat)
+        self._budget: ActivationBudget | None = None
+        if headroom is not None:
+            self._budget = ActivationBudget(root, self._modules, headroom)
+        self._checkpoint = ModuleCheckpoint(root, self._budget)
+
+    def installed(self) -> AbstractContextManager[None]:
+        """Return the context of the run."""
+        return self._checkpoint.installed(self._modules)
+
+    def after_forward(self, loss: Tensor) -> str | None:
+        """Learn what the forward of `loss` has saved; return a line for the log, if any."""
+        return None if self._budget is None else self._budget.ends_in(loss)
 
 
 class ModuleCheckpoint:
@@ -175,26 +206,6 @@ class ModuleCheckpoint:
             return False
         # Tensors inside a function of torch.func cannot be saved for a later recomputation.
         return torch._C._functorch.peek_interpreter_stack() is None
-
-
-def forward_of_copy(module: nn.Module) -> Callable[..., Any] | None:
-    """Return the forward to run instead if a shallow copy of `module` is being called, else None.
-
-    A shallow copy (a learner of MAML) has all attributes of `module`, the forward that was
-    installed there included: a partial with `module` among its arguments. To be called from such a
-    forward: the called module is looked up in the stack of Python frames.
-    """
-    frame = None if torch.compiler.is_compiling() else sys._getframe(1)
-    while frame is not None and frame.f_code is not nn.Module._call_impl.__code__:
-        frame = frame.f_back
-
-    called = module if frame is None else frame.f_locals["self"]
-    if called is module:
-        return None
-
-    installed_forward = vars(called).get("forward")
-    is_copy = module in getattr(installed_forward, "args", ())
-    return partial(type(called).forward, called) if is_copy else None
 
 
 class ActivationBudget:
