@@ -15,9 +15,12 @@ from alpa_strategy.errors import SetupError
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
+    from alpa_strategy.errors import CaptureError
     from alpa_strategy.ir.graph import StepGraph
     from alpa_strategy.ir.plan import Plan
     from alpa_strategy.lightning.module_init import ModuleInit
+    from alpa_strategy.lightning.sharded_run import RunInputs, ShardedRun
+    from alpa_strategy.options import Limits, PlanOptions
     from alpa_strategy.planner.task import PlanTask
 
 T = TypeVar("T")
@@ -237,3 +240,35 @@ class ActivationCheckpointExtra(Protocol):
 
 
 ACTIVATION_CHECKPOINT = HookPoint[ActivationCheckpointExtra]("activation checkpointing")
+
+
+# Planned submodules
+
+
+class PlannedSubmodulesExtra(Protocol):
+    """Eager steps whose submodules are planned."""
+
+    def submodule_options(
+        self, options: PlanOptions, limits: Limits, num_devices: int
+    ) -> tuple[int, PlanOptions] | None:
+        """Called when a job's options are read.
+
+        Returns:
+            The number of replicas whose submodules are planned, and the options inside each of
+            them; None: submodules are not planned.
+
+        Raises:
+            OptionError: the options contradict each other.
+        """
+
+    def new_run(self, inputs: RunInputs, why: CaptureError, recorded: Any) -> ShardedRun:
+        """Called for a training with submodules to be planned whose step is not captured.
+
+        Args:
+            inputs: the module, its optimizers and the job.
+            why: the reason for which the step is not captured.
+            recorded: `recorded` of the training's last run, if any.
+        """
+
+
+PLANNED_SUBMODULES = HookPoint[PlannedSubmodulesExtra]("planned submodules")

@@ -37,7 +37,7 @@ from alpa_strategy.lightning.checkpoint_paths import local_folder, path_or_url, 
 from alpa_strategy.lightning.checkpointing import Checkpoints
 from alpa_strategy.lightning.module_init import is_on_meta, move_real_tensors
 from alpa_strategy.lightning.full_parameters import check_backward
-from alpa_strategy.lightning.job import Job, compiled_by_user, options_of_run
+from alpa_strategy.lightning.job import Job, compiled_by_user, options_of_run, submodule_options
 from alpa_strategy.lightning.loader_order import LoaderOrder
 from alpa_strategy.lightning.log_means import reduce_logged
 from alpa_strategy.lightning.master_weights import with_masters
@@ -53,7 +53,7 @@ from alpa_strategy.options import (
     Limits,
     PlanOptions,
 )
-from alpa_strategy.planner.eager_plan import eager_option, submodule_options
+from alpa_strategy.planner.eager_plan import eager_option
 from alpa_strategy.schedules import Orders, Schedule
 
 if TYPE_CHECKING:

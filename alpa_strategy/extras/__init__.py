@@ -48,6 +48,12 @@ def _activation_checkpoint() -> hook_points.ActivationCheckpointExtra:
     return Recomputation
 
 
+def _planned_submodules() -> hook_points.PlannedSubmodulesExtra:
+    from alpa_strategy.extras.planned_submodules import hook
+
+    return hook
+
+
 def register() -> None:
     """Switch on all extras. Each is imported at its first use."""
     hook_points.FAILURE_WATCH.register(_failure_watch)
@@ -56,3 +62,4 @@ def register() -> None:
     hook_points.DEFERRED_INIT.register(_deferred_init)
     hook_points.ITERATION_PHASES.register(_iteration_phases)
     hook_points.ACTIVATION_CHECKPOINT.register(_activation_checkpoint)
+    hook_points.PLANNED_SUBMODULES.register(_planned_submodules)

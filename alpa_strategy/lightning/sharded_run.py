@@ -1,7 +1,7 @@
 """ShardedRun: a module with sharded parameters, as its Trainer, checkpoints and hooks use it.
 
-Its subclasses run the steps: `Run` runs captured, planned steps, `EagerRun` eager ones, and
-`SubmoduleRun` eager ones with planned submodules.
+Its subclasses run the steps: `Run` runs captured, planned steps, `EagerRun` eager ones, and the
+`SubmoduleRun` of an extra eager ones with planned submodules.
 """
 
 from abc import ABC, abstractmethod
@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from alpa_strategy.capture.python_state import outermost_metrics
-from alpa_strategy.capture.submodules import Call
 from alpa_strategy.checkpoint.sharded_state_dict import shard_state, unshard_state
 from alpa_strategy.comm.collectives import any_rank, broadcast_tensors, cpu_group, rank_in
 from alpa_strategy.ir.graph import BufferInput
@@ -138,8 +137,8 @@ class ShardedRun(ABC):
         # As under DDP, gradients outside of steps are not reduced.
         self._adapted.enter_context(store.listening(False))
         self._by_bucket = [StepByBucket(optimizer) for optimizer in optimizers]
-        # Calls of submodules, recorded for the next run.
-        self.calls: Sequence[Call] | None = None
+        # What this run has recorded for the next one.
+        self.recorded: Any = None
         # The group with which `reduce` exchanges values of the current step.
         self.peers: Any = None
 

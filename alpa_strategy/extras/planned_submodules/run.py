@@ -22,7 +22,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from typing_extensions import override
 
 from alpa_strategy.capture.python_state import outermost_metrics, patched
-from alpa_strategy.capture.submodules import Call, capture_calls, plannable
+from alpa_strategy.extras.planned_submodules.calls import Call, capture_calls, plannable
 from alpa_strategy.comm.collectives import (
     RankZero,
     all_gather_object,
@@ -40,16 +40,16 @@ from alpa_strategy.lightning.job import Job, device_limit
 from alpa_strategy.lightning.planning import check_optimizer, find_or_make_plan, job_cluster
 from alpa_strategy.lightning.sharded_run import RunInputs, ShardedRun
 from alpa_strategy.lightning.step_effects import REPLICAS
-from alpa_strategy.lightning.submodule_forwards import Forwards, Program
+from alpa_strategy.extras.planned_submodules.forwards import Forwards, Program
 from alpa_strategy.options import PlanOptions
 from alpa_strategy.pipeline.step_programs import PlanRuntime
 from alpa_strategy.planner.eager_plan import plan_eager
 from alpa_strategy.planner.optimizer_info import inspect_optimizer, joint_info
-from alpa_strategy.runtime.call_order import CallOrder
+from alpa_strategy.extras.planned_submodules.call_order import CallOrder
 from alpa_strategy.runtime.gradients import average
 from alpa_strategy.runtime.process_memory import tuned
 from alpa_strategy.runtime.synced_norms import synced
-from alpa_strategy.runtime.unshard_on_access import UnshardOnAccess
+from alpa_strategy.extras.planned_submodules.unshard_on_access import UnshardOnAccess
 
 
 class SubmoduleRun(ShardedRun):
@@ -238,7 +238,7 @@ class SubmoduleRun(ShardedRun):
     def changed_parameters(self) -> str | None:
         """Return why a new plan is needed, None if it is not."""
         if self._num_updates and self._forwards.recorded is not None:
-            self.calls = self._forwards.recorded
+            self.recorded = self._forwards.recorded
             return "the first step has shown which submodules can be planned"
         return super().changed_parameters()
 

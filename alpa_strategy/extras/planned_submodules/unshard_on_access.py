@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from alpa_strategy.comm.collectives import all_reduce_max
 from alpa_strategy.errors import SetupError
-from alpa_strategy.runtime.call_order import CallOrder
+from alpa_strategy.extras.planned_submodules.call_order import CallOrder
 from alpa_strategy.runtime.parameters import ParameterStore
 
 
