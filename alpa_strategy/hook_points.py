@@ -6,7 +6,7 @@ none. `alpa_strategy/extras/__init__.py` has the table of the extras, which regi
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from alpa_strategy.lightning.sharded_run import RunInputs, ShardedRun
     from alpa_strategy.options import Limits, PlanOptions
     from alpa_strategy.planner.task import PlanTask
+    from alpa_strategy.runtime.owner_step import OwnerStep
+    from alpa_strategy.runtime.parameters import ParameterStore
 
 T = TypeVar("T")
 
@@ -272,3 +274,92 @@ class PlannedSubmodulesExtra(Protocol):
 
 
 PLANNED_SUBMODULES = HookPoint[PlannedSubmodulesExtra]("planned submodules")
+
+
+# Eager sharding
+
+
+class GatherOnUse(Protocol):
+    """Parameters of a module, gathered when its eager steps use them.
+
+    Outside of `in_use` the data of parameters are this rank's shards.
+    """
+
+    @property
+    def is_active(self) -> bool:
+        """Whether parameters are gathered when they are used."""
+
+    def in_use(self, for_backward: bool = False) -> AbstractContextManager[None]:
+        """Return the context of a step, a backward or an evaluation. May be nested.
+
+        Args:
+            for_backward: whether the backward re-gathers what autograd saves of parameters inside.
+        """
+
+    def suspended(self) -> AbstractContextManager[None]:
+        """Return a context within `in_use` in which parameters are shards."""
+
+    def begin_step(self) -> None:
+        """Called when a step begins. No communication."""
+
+    def end_step(self, for_good: bool = False) -> None:
+        """Called when this rank uses no more parameters. Collective.
+
+        Args:
+            for_good: not in any later step, either.
+        """
+
+    def meet(self) -> None:
+        """Called before a collective of the step's own code. Collective."""
+
+    def drop(self) -> None:
+        """Called when shards have new values, outside of `in_use`."""
+
+    def load_full(self, parameter: nn.Parameter, full: Tensor) -> None:
+        """Called when a hook has changed the full value of a parameter."""
+
+    def remove(self) -> None:
+        """Called when the run ends."""
+
+
+class ShardedGradients(Protocol):
+    """Steps with manual optimization, which read and set gradients themselves."""
+
+    def in_step(self) -> AbstractContextManager[None]:
+        """Return the context of a step."""
+
+
+class EagerShardingExtra(Protocol):
+    """Eager steps and evaluations whose parameters are sharded."""
+
+    def gather_on_use(
+        self, module: nn.Module, store: ParameterStore, group: Any, keeps: bool, has_room: bool
+    ) -> GatherOnUse:
+        """Called when parameters are sharded, before eager code uses them.
+
+        Args:
+            module: whose parameters `store` has sharded.
+            store: of these parameters.
+            group: of all ranks, with a CPU backend, used for nothing else.
+            keeps: whether parameters stay full from the first use in a step to its end (ZeRO-2).
+            has_room: whether memory suffices for all full parameters in addition to a step.
+        """
+
+    def sharded_gradients(
+        self,
+        module: nn.Module,
+        store: ParameterStore,
+        owner_steps: Sequence[OwnerStep],
+        meet: Callable[[], None],
+    ) -> ShardedGradients:
+        """Called when an eager run with sharded parameters starts.
+
+        Args:
+            module: of the training.
+            store: of its parameters.
+            owner_steps: the steps of optimizers that need full gradients.
+            meet: to be called before a collective within the user's step.
+        """
+
+
+EAGER_SHARDING = HookPoint[EagerShardingExtra]("eager sharding")

@@ -54,6 +54,12 @@ def _planned_submodules() -> hook_points.PlannedSubmodulesExtra:
     return hook
 
 
+def _eager_sharding() -> hook_points.EagerShardingExtra:
+    from alpa_strategy.extras.eager_sharding import hook
+
+    return hook
+
+
 def register() -> None:
     """Switch on all extras. Each is imported at its first use."""
     hook_points.FAILURE_WATCH.register(_failure_watch)
@@ -63,3 +69,4 @@ def register() -> None:
     hook_points.ITERATION_PHASES.register(_iteration_phases)
     hook_points.ACTIVATION_CHECKPOINT.register(_activation_checkpoint)
     hook_points.PLANNED_SUBMODULES.register(_planned_submodules)
+    hook_points.EAGER_SHARDING.register(_eager_sharding)

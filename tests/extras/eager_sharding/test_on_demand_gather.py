@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from alpa_strategy.runtime.on_demand_gather import OnDemandGather
+from alpa_strategy.extras.eager_sharding.on_demand_gather import OnDemandGather
 
 FINISH = -1
 PAUSE = -3

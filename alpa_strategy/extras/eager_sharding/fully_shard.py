@@ -5,7 +5,7 @@ and drop it afterwards. What autograd saves of it is a recipe, by which the back
 (`comm/saved_tensor_hooks.py`). Elsewhere a sharded parameter has its full shape and no values
 (NaN): code that reads it without its module computes NaN instead of a wrong number.
 
-Ranks need not do the same work: `runtime/on_demand_gather.py` lets each gather what it needs next.
+Ranks need not do the same work: `on_demand_gather.py` lets each gather what it needs next.
 """
 
 from collections import Counter
@@ -23,8 +23,9 @@ from alpa_strategy.comm.mesh import Pending
 from alpa_strategy.comm.saved_tensor_hooks import SavedTensorHooks
 from alpa_strategy.options import BUCKET_BYTES
 from alpa_strategy.runtime.module_copies import forward_of_copy
-from alpa_strategy.runtime.on_demand_gather import OnDemandGather, Wait
+from alpa_strategy.extras.eager_sharding.on_demand_gather import OnDemandGather, Wait
 from alpa_strategy.runtime.parameters import ParameterStore
+from alpa_strategy.runtime.sharded_parameter import set_data
 
 _disable_saved_tensors_hooks = torch.autograd.graph.disable_saved_tensors_hooks
 
@@ -186,6 +187,18 @@ class EagerFullyShard:
 
         set_data(self._shards.items())
         self._shards = {}
+
+    def begin_step(self) -> None:
+        """Start a step, which may use what the previous one has used. No communication."""
+        self.on_demand.begin()
+
+    def end_step(self, for_good: bool = False) -> None:
+        """Serve the other ranks until none uses a parameter any more.
+
+        Args:
+            for_good: no rank comes back, this one included.
+        """
+        self.on_demand.finish(for_good)
 
     def meet(self) -> None:
         """Serve the other ranks until all have come to a collective of the user's step."""
@@ -404,13 +417,6 @@ class EagerFullyShard:
         value = float("nan") if has_nan else 0
         one = torch.full((), value, dtype=parameter.dtype, device=parameter.device)
         return one.expand(self._store.full_shape(parameter))
-
-
-def set_data(tensors: Iterable[tuple[nn.Parameter, Tensor]]) -> None:
-    """Set `parameter.data` for pairs of (parameter, data), under any grad or inference mode."""
-    with torch.inference_mode(False), torch.no_grad():
-        for parameter, data in tensors:
-            parameter.data = data
 
 
 def _blocks(root: nn.Module) -> dict[nn.Module, nn.Module]:
