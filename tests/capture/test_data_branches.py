@@ -4,8 +4,6 @@ at at run time.
 
 from __future__ import annotations
 
-import sys
-import types
 from collections.abc import Callable
 from pathlib import Path
 

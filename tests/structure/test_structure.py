@@ -211,6 +211,11 @@ def test_the_import_contracts_hold(copied):
             "The core imports no extra",
         ),
         (
+            "extras/shared_memory.py",
+            "import alpa_strategy.extras.deferred_init",
+            "An extra imports no other",
+        ),
+        (
             "units.py",
             "import alpa_strategy.newpackage",
             "A package imports only from the packages below it",
