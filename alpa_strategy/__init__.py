@@ -21,10 +21,10 @@ if TYPE_CHECKING:
     from alpa_strategy.cost.model import OpCosts, RooflineCosts
     from alpa_strategy.cost.saved_tensors import Saved
     from alpa_strategy.errors import AlpaError
+    from alpa_strategy.extras.iteration_phases import Phase
     from alpa_strategy.ir.op import OpCall
     from alpa_strategy.ir.plan import Plan
     from alpa_strategy.options import PlanOptions
-    from alpa_strategy.extras.iteration_phases import Phase
     from alpa_strategy.planner.planner import make_plan
     from alpa_strategy.schedules import Action, Schedule, register_schedule
     from alpa_strategy.sharding.register import prove_sharding, register_sharding

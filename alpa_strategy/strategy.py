@@ -35,12 +35,12 @@ from alpa_strategy.errors import AlpaError, check_names
 from alpa_strategy.lightning import checks
 from alpa_strategy.lightning.checkpoint_paths import local_folder, path_or_url, plan_folder
 from alpa_strategy.lightning.checkpointing import Checkpoints
-from alpa_strategy.lightning.module_init import is_on_meta, move_real_tensors
 from alpa_strategy.lightning.full_parameters import check_backward
 from alpa_strategy.lightning.job import Job, compiled_by_user, options_of_run, submodule_options
 from alpa_strategy.lightning.loader_order import LoaderOrder
 from alpa_strategy.lightning.log_means import reduce_logged
 from alpa_strategy.lightning.master_weights import with_masters
+from alpa_strategy.lightning.module_init import is_on_meta, move_real_tensors
 from alpa_strategy.lightning.parallel_job import LIGHTNING_OPTIONS, ParallelJob
 from alpa_strategy.lightning.pretrained import SavesPretrained
 from alpa_strategy.lightning.session import Session

@@ -81,5 +81,3 @@ def _check_time(deadline: float, whom: str) -> None:
         raise LostRankError(
             f"{whom} did not come to the start of the job in time", "see why it has not started"
         )
-
-

@@ -30,8 +30,8 @@ from alpa_strategy.errors import AlpaError, RuntimeMismatchError
 from alpa_strategy.hook_points import HOST_ALLOCATOR
 from alpa_strategy.lightning.digests import digest
 from alpa_strategy.lightning.module_init import ModuleInit, is_on_meta
-from alpa_strategy.recording.recorder import Recorder
 from alpa_strategy.recording.boxes import read_into
+from alpa_strategy.recording.recorder import Recorder
 from alpa_strategy.runtime.parameters import ParameterStore
 
 RESETS = ("reset_parameters", "_reset_parameters")

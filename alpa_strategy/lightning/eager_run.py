@@ -41,9 +41,8 @@ from alpa_strategy.planner.optimizer_info import (
     wants_sparse_gradients,
 )
 from alpa_strategy.runtime.gradients import Replicas
-from alpa_strategy.runtime.process_memory import enforce_memory_plan, tuned
-from alpa_strategy.runtime.owner_step import OwnerStep
 from alpa_strategy.runtime.parameters import ParameterStore
+from alpa_strategy.runtime.process_memory import enforce_memory_plan, tuned
 from alpa_strategy.runtime.synced_norms import synced
 
 
@@ -247,9 +246,7 @@ class EagerRun(ShardedRun):
         """Gather each module's sharded parameters while it runs."""
         store = self.store
         extra = EAGER_SHARDING.required("an eager step")
-        self._gradients = extra.sharded_gradients(
-            self.module, store, self._owner_steps, self.meet
-        )
+        self._gradients = extra.sharded_gradients(self.module, store, self._owner_steps, self.meet)
         parameter_plans = self.plan.stages[0].parameter_plans.values()
         keeps = not any(parameter_plan.uses_shards for parameter_plan in parameter_plans)
         has_room = self.no_headroom_for_evaluation() is None

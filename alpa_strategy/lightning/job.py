@@ -39,8 +39,8 @@ class Job:
     # This rank's replica, if replicas run captured steps; None: all ranks run them together.
     replica: Replica | None
 
-    # The number of replicas whose submodules are planned, and the options inside each of them; None:
-    # submodules are not planned.
+    # The number of replicas whose submodules are planned, and the options inside each of them.
+    # None: submodules are not planned.
     submodules: tuple[int, PlanOptions] | None
 
     # This rank's device.

@@ -122,5 +122,3 @@ def stays_sharded(run: Any) -> bool:
         " evaluates it as before"
     )
     return True
-
-

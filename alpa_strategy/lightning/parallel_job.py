@@ -112,9 +112,7 @@ class ParallelJob(DDPStrategy):
         else:
             extra = FAILURE_WATCH.extra
             launcher = _SubprocessScriptLauncher if extra is None else extra.launcher
-            self._launcher = launcher(
-                self.cluster_environment, self.num_processes, self.num_nodes
-            )
+            self._launcher = launcher(self.cluster_environment, self.num_processes, self.num_nodes)
 
     @override
     def setup_environment(self) -> None:

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from alpa_strategy.recording.recorder import Recorder
 from alpa_strategy.recording.recorded_op import RealTensor, RecordedOp, View, view_of
+from alpa_strategy.recording.recorder import Recorder
 
 aten = torch.ops.aten
 

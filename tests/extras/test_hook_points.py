@@ -21,9 +21,7 @@ from alpa_strategy.errors import SetupError
 from alpa_strategy.hook_points import HookPoint
 from alpa_strategy.lightning.session import ModuleState, Session
 
-POINTS = {
-    name: point for name, point in vars(hook_points).items() if isinstance(point, HookPoint)
-}
+POINTS = {name: point for name, point in vars(hook_points).items() if isinstance(point, HookPoint)}
 
 
 @contextmanager
@@ -45,7 +43,12 @@ def test_every_hook_point_has_an_extra(name: str) -> None:
 def test_an_extra_is_loaded_when_it_is_called() -> None:
     calls = []
     point = HookPoint[int]("counting")
-    point.register(lambda: calls.append("loaded") or 3)
+
+    def load() -> int:
+        calls.append("loaded")
+        return 3
+
+    point.register(load)
     assert calls == []
     assert point.extra == 3
     point.register(None)

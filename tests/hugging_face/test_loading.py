@@ -21,8 +21,8 @@ from safetensors.torch import load_file, save_file
 from alpa_strategy import hf
 from alpa_strategy.errors import CheckpointError, SetupError
 from alpa_strategy.recording import boxes
-from alpa_strategy.recording.recorder import Recorder
 from alpa_strategy.recording.boxes import read_box, read_into
+from alpa_strategy.recording.recorder import Recorder
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 

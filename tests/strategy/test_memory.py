@@ -4,28 +4,23 @@ nothing leaks.
 
 from __future__ import annotations
 
-import gc
-import itertools
 import os
 import subprocess
 import sys
-import threading
-import time
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
-import psutil
 import pytest
 import torch
+from extras.host_allocator.limited_plans import planned_under_limit
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from quiet import QUIET
 from torch import nn
 from torch.utils.data import DataLoader
 
 from alpa_strategy import AlpaStrategy
-from alpa_strategy.extras.host_allocator.allocator import KEPT_BLOCKS, LEAST_BYTES, THREAD, trim
-from alpa_strategy.extras.host_allocator.page_faults import PAGE_FAULTS
+from alpa_strategy.extras.host_allocator.allocator import trim
 
 BENCH = Path(__file__).parents[2] / "scripts" / "bench_memory.py"
 
@@ -118,7 +113,6 @@ def test_memory_does_not_grow_over_steps_of_changing_shapes(
         assert resident[-1] - resident[3] < 16e6
 
 
-
 def planned_to_accumulate(root: str) -> list[int]:
     """Planned bytes: without accumulation, with it from the first epoch on, and from a later one
     on.
@@ -132,5 +126,3 @@ def test_gradients_that_accumulate_later_are_planned(pool, tmp_path: Path) -> No
     """They live through the forward then."""
     ((never, always, later),) = pool.run(1, planned_to_accumulate, str(tmp_path))
     assert never < always == later
-
-

@@ -9,7 +9,7 @@ Ranks need not do the same work: `on_demand_gather.py` lets each gather what it 
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
@@ -21,9 +21,9 @@ from torch import Tensor, nn
 from alpa_strategy.capture.python_state import patched
 from alpa_strategy.comm.mesh import Pending
 from alpa_strategy.comm.saved_tensor_hooks import SavedTensorHooks
+from alpa_strategy.extras.eager_sharding.on_demand_gather import OnDemandGather, Wait
 from alpa_strategy.options import BUCKET_BYTES
 from alpa_strategy.runtime.module_copies import forward_of_copy
-from alpa_strategy.extras.eager_sharding.on_demand_gather import OnDemandGather, Wait
 from alpa_strategy.runtime.parameters import ParameterStore
 from alpa_strategy.runtime.sharded_parameter import set_data
 

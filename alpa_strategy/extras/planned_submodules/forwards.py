@@ -12,6 +12,7 @@ from torch.utils import _pytree as pytree
 
 from alpa_strategy.capture.non_tensor_inputs import leaves_hold
 from alpa_strategy.capture.python_state import patched
+from alpa_strategy.extras.planned_submodules.call_order import CallOrder
 from alpa_strategy.extras.planned_submodules.calls import Call, hooks_in
 from alpa_strategy.ir.guards import changed_value
 from alpa_strategy.ir.plan import Plan
@@ -20,7 +21,6 @@ from alpa_strategy.lightning.shape_key import shape_key
 from alpa_strategy.lightning.step_effects import materialize_output
 from alpa_strategy.pipeline.step_programs import PlanRuntime
 from alpa_strategy.runtime.module_copies import forward_of_copy
-from alpa_strategy.extras.planned_submodules.call_order import CallOrder
 
 
 class Program:

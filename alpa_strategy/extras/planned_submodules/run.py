@@ -22,7 +22,6 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from typing_extensions import override
 
 from alpa_strategy.capture.python_state import outermost_metrics, patched
-from alpa_strategy.extras.planned_submodules.calls import Call, capture_calls, plannable
 from alpa_strategy.comm.collectives import (
     RankZero,
     all_gather_object,
@@ -31,6 +30,10 @@ from alpa_strategy.comm.collectives import (
 )
 from alpa_strategy.comm.mesh import build_mesh, divide
 from alpa_strategy.errors import CaptureError, RuntimeMismatchError
+from alpa_strategy.extras.planned_submodules.call_order import CallOrder
+from alpa_strategy.extras.planned_submodules.calls import Call, capture_calls, plannable
+from alpa_strategy.extras.planned_submodules.forwards import Forwards, Program
+from alpa_strategy.extras.planned_submodules.unshard_on_access import UnshardOnAccess
 from alpa_strategy.ir.graph import StepGraph
 from alpa_strategy.ir.plan import Plan
 from alpa_strategy.lightning.dataloader_state import random_state, set_random_state
@@ -40,16 +43,13 @@ from alpa_strategy.lightning.job import Job, device_limit
 from alpa_strategy.lightning.planning import check_optimizer, find_or_make_plan, job_cluster
 from alpa_strategy.lightning.sharded_run import RunInputs, ShardedRun
 from alpa_strategy.lightning.step_effects import REPLICAS
-from alpa_strategy.extras.planned_submodules.forwards import Forwards, Program
 from alpa_strategy.options import PlanOptions
 from alpa_strategy.pipeline.step_programs import PlanRuntime
 from alpa_strategy.planner.eager_plan import plan_eager
 from alpa_strategy.planner.optimizer_info import inspect_optimizer, joint_info
-from alpa_strategy.extras.planned_submodules.call_order import CallOrder
 from alpa_strategy.runtime.gradients import average
 from alpa_strategy.runtime.process_memory import tuned
 from alpa_strategy.runtime.synced_norms import synced
-from alpa_strategy.extras.planned_submodules.unshard_on_access import UnshardOnAccess
 
 
 class SubmoduleRun(ShardedRun):

@@ -35,7 +35,6 @@ class Deep(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=1e-3)
 
 
-
 def planned_under_limit(
     root: str, limit: float | None, **options: Any
 ) -> tuple[Any, tuple[str, ...]]:
@@ -53,4 +52,3 @@ def planned_under_limit(
     trainer.fit(Deep(), DataLoader(torch.randn(12288, 128), batch_size=12288))
     assert strategy.plan is not None
     return strategy.plan.predicted, strategy.plan.notes
-

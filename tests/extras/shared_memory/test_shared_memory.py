@@ -18,9 +18,9 @@ import torch.distributed as dist
 from alpa_strategy.comm import collectives
 from alpa_strategy.comm.collectives import all_reduce_max, any_rank, check_groups
 from alpa_strategy.comm.mesh import build_mesh
+from alpa_strategy.errors import LostRankError
 from alpa_strategy.extras import shared_memory
 from alpa_strategy.extras.shared_memory import FOLDER, TOTAL_BYTES, SharedMemoryGroup
-from alpa_strategy.errors import LostRankError
 
 DTYPES = (torch.float64, torch.bfloat16, torch.int64, torch.uint8)
 pytestmark = pytest.mark.skipif(shared_memory._host() is None, reason="shared memory of x86 alone")
