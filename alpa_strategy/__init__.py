@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from lightning.fabric.strategies import STRATEGY_REGISTRY as FABRIC_REGISTRY
 from lightning.pytorch.strategies import StrategyRegistry
 
+from alpa_strategy import extras
 from alpa_strategy.loading import without_collections
 
 if TYPE_CHECKING:
@@ -20,10 +21,10 @@ if TYPE_CHECKING:
     from alpa_strategy.cost.model import OpCosts, RooflineCosts
     from alpa_strategy.cost.saved_tensors import Saved
     from alpa_strategy.errors import AlpaError
+    from alpa_strategy.extras.iteration_phases import Phase
     from alpa_strategy.ir.op import OpCall
     from alpa_strategy.ir.plan import Plan
     from alpa_strategy.options import PlanOptions
-    from alpa_strategy.planner.phases import Phase
     from alpa_strategy.planner.planner import make_plan
     from alpa_strategy.schedules import Action, Schedule, register_schedule
     from alpa_strategy.sharding.register import prove_sharding, register_sharding
@@ -61,7 +62,7 @@ _LAZY = {
     "ClusterSpec": "alpa_strategy.cluster.spec",
     "OpCall": "alpa_strategy.ir.op",
     "OpCosts": "alpa_strategy.cost.model",
-    "Phase": "alpa_strategy.planner.phases",
+    "Phase": "alpa_strategy.extras.iteration_phases",
     "Plan": "alpa_strategy.ir.plan",
     "PlanOptions": "alpa_strategy.options",
     "RooflineCosts": "alpa_strategy.cost.model",
@@ -101,6 +102,7 @@ def _register() -> None:
         directory_loading = importlib.import_module("alpa_strategy.lightning.directory_loading")
         cli_checkpoints = importlib.import_module("alpa_strategy.lightning.cli_checkpoints")
         other_entries = importlib.import_module("alpa_strategy.lightning.other_entries")
+    extras.register()
     directory_loading.register_directory_loading()
     cli_checkpoints.let_cli_read_directories()
     other_entries.wrap_other_entries()

@@ -35,13 +35,13 @@ from alpa_strategy.errors import AlpaError, check_names
 from alpa_strategy.lightning import checks
 from alpa_strategy.lightning.checkpoint_paths import local_folder, path_or_url, plan_folder
 from alpa_strategy.lightning.checkpointing import Checkpoints
-from alpa_strategy.lightning.deferred_init import is_on_meta, move_real_tensors
 from alpa_strategy.lightning.full_parameters import check_backward
-from alpa_strategy.lightning.job import Job, compiled_by_user, options_of_run
+from alpa_strategy.lightning.job import Job, compiled_by_user, options_of_run, submodule_options
 from alpa_strategy.lightning.loader_order import LoaderOrder
 from alpa_strategy.lightning.log_means import reduce_logged
 from alpa_strategy.lightning.master_weights import with_masters
-from alpa_strategy.lightning.parallel_job import ENDS, LIGHTNING_OPTIONS, PAUSES, ParallelJob
+from alpa_strategy.lightning.module_init import is_on_meta, move_real_tensors
+from alpa_strategy.lightning.parallel_job import LIGHTNING_OPTIONS, ParallelJob
 from alpa_strategy.lightning.pretrained import SavesPretrained
 from alpa_strategy.lightning.session import Session
 from alpa_strategy.lightning.step_effects import GLOBAL, REPLICAS
@@ -53,7 +53,7 @@ from alpa_strategy.options import (
     Limits,
     PlanOptions,
 )
-from alpa_strategy.planner.eager_plan import eager_option, submodule_options
+from alpa_strategy.planner.eager_plan import eager_option
 from alpa_strategy.schedules import Orders, Schedule
 
 if TYPE_CHECKING:
@@ -412,10 +412,8 @@ class AlpaStrategy(SavesPretrained, ParallelJob):
 
     @override
     def on_validation_start(self) -> None:
-        if self._signals is not None and self._module.trainer.state.fn == TrainerFn.FITTING:
-            self._signals.meet(PAUSES)
-            # All ranks run an evaluation together.
-            self._signals.check_together()
+        if self._watch is not None and self._module.trainer.state.fn == TrainerFn.FITTING:
+            self._watch.before_evaluation()
         self._session.start_evaluation(self._module)
 
     on_test_start = on_predict_start = on_validation_start
@@ -441,8 +439,8 @@ class AlpaStrategy(SavesPretrained, ParallelJob):
     @override
     def on_train_end(self) -> None:
         """Unshard the module and the optimizer, if they fit."""
-        if self._signals is not None:
-            self._signals.meet(ENDS)
+        if self._watch is not None:
+            self._watch.after_last_batch()
         self._reports.end(self.run)
         self._session.end_training()
 

@@ -34,8 +34,8 @@ from alpa_strategy import AlpaStrategy, PlanOptions, RooflineCosts, make_plan
 from alpa_strategy.comm.measure import measure_cluster
 from alpa_strategy.comm.mesh import build_mesh
 from alpa_strategy.cost.measured import OpTable, measure_ops
+from alpa_strategy.extras.iteration_phases import capture_phases
 from alpa_strategy.lightning.planning import local_calls
-from alpa_strategy.planner.phases import capture_phases
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "recipes"))

@@ -69,6 +69,8 @@ LAZY_FILES = {
     "commands/recipe_task.py": _NO_PLANNER,
     "commands/whatif.py": _NO_PLANNER,
     "commands/why.py": _NO_PLANNER,
+    "extras/__init__.py": "each extra is imported at its first use",
+    "extras/planned_submodules/hook.py": _FIRST_STEP,
     "fit/command.py": _NO_PLANNER,
     "lightning/job.py": _FIRST_STEP,
     "lightning/logger_report.py": "a page is drawn only for loggers that store files",

@@ -17,7 +17,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "strategy"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests/extras/failure_watch"))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
 from signal_jobs import CASES, EVALUATIONS, OTHER_CASES, Undisturbed, check_resumption, run_case

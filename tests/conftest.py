@@ -52,7 +52,15 @@ NOT_QUICK = {
     "test_what_the_error_offers_can_be_had",
 }
 # Folders whose tests start processes of their own, or train under a Trainer.
-NOT_QUICK_FOLDERS = {"browser", "checkpoint", "conformance", "equality", "install", "strategy"}
+NOT_QUICK_FOLDERS = {
+    "browser",
+    "checkpoint",
+    "conformance",
+    "equality",
+    "failure_watch",
+    "install",
+    "strategy",
+}
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -61,8 +69,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """
     for item in items:
         names = getattr(item, "fixturenames", ())
-        folder = item.path.relative_to(Path(__file__).parent).parts[0]
-        slow = "pool" in names or item.get_closest_marker("slow") or folder in NOT_QUICK_FOLDERS
+        folders = item.path.relative_to(Path(__file__).parent).parts[:-1]
+        in_slow_folder = not NOT_QUICK_FOLDERS.isdisjoint(folders)
+        slow = "pool" in names or item.get_closest_marker("slow") or in_slow_folder
         if not slow and item.name.partition("[")[0] not in NOT_QUICK:
             item.add_marker(pytest.mark.quick)
 

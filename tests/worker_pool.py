@@ -42,6 +42,12 @@ IMPORTED = (
     "alpa_strategy.planner.planner",
     "alpa_strategy.lightning.run",
     "alpa_strategy.lightning.eager_run",
+    "alpa_strategy.extras.activation_checkpoint",
+    "alpa_strategy.extras.eager_sharding.hook",
+    "alpa_strategy.extras.failure_watch.job_watch",
+    "alpa_strategy.extras.host_allocator.tuning",
+    "alpa_strategy.extras.planned_submodules.run",
+    "alpa_strategy.extras.shared_memory",
     "alpa_strategy.page.stored",
     "omegaconf",
 )

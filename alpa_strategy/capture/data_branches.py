@@ -14,9 +14,7 @@ import dis
 import linecache
 import math
 import operator
-import sys
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
 from functools import lru_cache
 from types import CodeType, FrameType
 from typing import Any
@@ -28,7 +26,6 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
 from alpa_strategy.capture.graph_builder import storages_of
-from alpa_strategy.capture.python_state import patched
 
 # Functions that return a value of a tensor to Python.
 _READS_VALUE = {
@@ -114,15 +111,9 @@ class ConstantValues:
         self._advance(proxy_mode.tracer.graph)
         return slot.proxy.node if slot.proxy.node in self._values else None
 
-    def told_to_libraries(self) -> AbstractContextManager[None]:
-        """Return a context in which transformers reads known values of fake tensors.
-
-        Otherwise it builds causal masks that fast kernels do not support.
-        """
-        library = sys.modules.get("transformers.utils.import_utils")
-        if library is None:
-            return patched([])
-        return patched([(vars(library), "is_fake_tensor", lambda x: self.known_node(x) is None)])
+    def is_unknown(self, tensor: Tensor) -> bool:
+        """Whether the values of a tensor are not known."""
+        return self.known_node(tensor) is None
 
     def _advance(self, graph: fx.Graph) -> None:
         """Run the nodes that were traced since the last call."""

@@ -30,6 +30,7 @@ from torch.utils import _pytree as pytree
 from alpa_strategy.capture import python_reads
 from alpa_strategy.capture.communication import check_no_collectives
 from alpa_strategy.capture.data_branches import ConstantValues
+from alpa_strategy.capture.fake_question import fake_only_if
 from alpa_strategy.capture.intercept import Recording, recording
 from alpa_strategy.capture.kept_state import restored
 from alpa_strategy.capture.lightning_adapter import LightningModule, takes_batch_idx
@@ -234,7 +235,7 @@ class _Tracing:
             standing_in(module, of_module),
             self.call.context(),
             TracerMode(module, self.origins, self.device, self.known, record),
-            self.known.told_to_libraries(),
+            fake_only_if(self.known.is_unknown),
         ):
             arguments = self._arguments(batch)
             before = _module_inputs(module, self.inputs)

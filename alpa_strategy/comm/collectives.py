@@ -15,11 +15,14 @@ from typing import Any, TypeVar, cast
 import torch
 import torch.distributed as dist
 
-from alpa_strategy.comm.failure import job_store
-from alpa_strategy.comm.shared_memory import AGREEMENT_BYTES, shared_memory_group
+from alpa_strategy.comm.job_store import job_store
 from alpa_strategy.errors import AlpaError, RuntimeMismatchError
+from alpa_strategy.hook_points import HOST_GROUPS
 
 T = TypeVar("T")
+
+# Memory of a group of one host that exchanges a few numbers.
+CONSENSUS_BYTES = 2**18
 
 
 def world_size(group: Any = None) -> int:
@@ -58,8 +61,8 @@ def on_all_ranks(
     reports = all_gather_object(report, group)
     for _, first in reports:
         if first is not None:
-            # The lowest rank's error on all ranks: by equal texts FailureWatch knows that every
-            # rank has failed.
+            # The lowest rank's error on all ranks: by equal texts the failure watch knows that
+            # every rank has failed.
             local_error = report[1]
             raise first from (local_error if local_error is not first else None)
     return cast("T", result), [value for value, _ in reports]
@@ -229,8 +232,7 @@ def all_reduce_max(numbers: Sequence[int], group: Any = None) -> list[int]:
 def _consensus_group(group: Any) -> Any:
     """The fastest group in which the hosts of `group` reach consensus on a few numbers.
 
-    Every training step does so several times. Through the shared memory of one host that takes a
-    tenth of gloo's time, whose threads wait for a core. Collective at its first call.
+    Every training step does so several times. Collective at its first call.
     """
     hosts: Any = host_group(group) or dist.group.WORLD
     key = ("agreement", hosts.group_name)
@@ -238,8 +240,21 @@ def _consensus_group(group: Any) -> Any:
     if key not in _groups:
         rank = dist.get_rank(hosts)
         size = dist.get_world_size(hosts)
-        _groups[key] = shared_memory_group(hosts, rank, size, AGREEMENT_BYTES) or hosts
+        _groups[key] = group_of_host(hosts, rank, size, CONSENSUS_BYTES) or hosts
     return _groups[key]
+
+
+def group_of_host(group: Any, rank: int, size: int, num_bytes: int | None = None) -> Any:
+    """Return a faster group of the ranks of `group`, if all are on one host; else None. Collective.
+
+    Args:
+        group: a group whose collectives are on CPU tensors.
+        rank: of this process in the group.
+        size: number of its ranks.
+        num_bytes: memory that the new group may take; None: as is good for large tensors.
+    """
+    extra = HOST_GROUPS.extra
+    return None if extra is None else extra.shared_memory_group(group, rank, size, num_bytes)
 
 
 def broadcast_tensors(tensors: Iterable[torch.Tensor], source: int = 0, group: Any = None) -> None:

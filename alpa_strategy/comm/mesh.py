@@ -24,8 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from alpa_strategy.comm.collectives import lasting_group, rank_in, world_size
-from alpa_strategy.comm.shared_memory import shared_memory_group
+from alpa_strategy.comm.collectives import group_of_host, lasting_group, rank_in, world_size
 from alpa_strategy.errors import OptionError, RuntimeMismatchError, check_names
 from alpa_strategy.ir.placement import chunk_sizes
 
@@ -283,7 +282,7 @@ class AxisComm:
         """Return this axis with a shared-memory group that no other axis uses; None if there is
         none. Collective.
         """
-        shared = shared_memory_group(self.group, self.index, self.size)
+        shared = group_of_host(self.group, self.index, self.size)
         if shared is None:
             return None
         axis = copy.copy(self)

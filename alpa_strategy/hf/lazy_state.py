@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from alpa_strategy.hf.libraries import library
-from alpa_strategy.runtime.deferred import Recorder
+from alpa_strategy.recording.recorder import Recorder
 
 
 @dataclass(frozen=True)

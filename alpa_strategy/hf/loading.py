@@ -1,7 +1,7 @@
 """Weights of Hugging Face models, read where they are stored: `from_pretrained`.
 
 The library builds the model and converts its weights. In `configure_model` nothing is materialized
-by that: the ops are recorded (`runtime/deferred.py`), and every rank reads what it stores once
+by that: the ops are recorded (`recording/recorder.py`), and every rank reads what it stores once
 there is a plan. Outside of it, this is the library's own loading with one kind of error.
 """
 

@@ -318,7 +318,7 @@ def job_ranks(stages: Iterable[StagePlan]) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class PhaseCost:
-    """The predicted cost of one phase of an iteration (`planner/phases.py`)."""
+    """The predicted cost of one phase of an iteration (`extras/iteration_phases.py`)."""
 
     name: str
 

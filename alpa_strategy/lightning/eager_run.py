@@ -5,19 +5,15 @@ are averaged while the backward runs, and rank 0's buffers are broadcast before 
 are placed as the plan specifies.
 """
 
-import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
-from traceback import walk_stack
-from types import FrameType
-from typing import Any, cast
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 from lightning.pytorch.callbacks import ModelPruning, StochasticWeightAveraging
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.overrides import TorchFunctionMode
 from typing_extensions import override
 
 from alpa_strategy.capture.python_state import patched
@@ -25,11 +21,15 @@ from alpa_strategy.capture.trace import names_by_tensor
 from alpa_strategy.comm.collectives import all_reduce_max, cpu_group, world_size
 from alpa_strategy.comm.mesh import build_mesh
 from alpa_strategy.errors import CaptureError, SetupError
+from alpa_strategy.hook_points import (
+    ACTIVATION_CHECKPOINT,
+    EAGER_SHARDING,
+    Recomputation,
+    ShardedGradients,
+)
 from alpa_strategy.ir.graph import ParameterInput
 from alpa_strategy.ir.op import TensorMeta
 from alpa_strategy.ir.plan import Plan
-from alpa_strategy.ir.user_code import is_user_file
-from alpa_strategy.lightning.full_parameters import gradient_norm
 from alpa_strategy.lightning.job import Job, compiled_as_written, device_limit
 from alpa_strategy.lightning.planning import check_optimizer
 from alpa_strategy.lightning.sharded_run import RunInputs, ShardedRun
@@ -40,16 +40,9 @@ from alpa_strategy.planner.optimizer_info import (
     joint_info,
     wants_sparse_gradients,
 )
-from alpa_strategy.runtime.activation_checkpoint import (
-    ActivationBudget,
-    ModuleCheckpoint,
-    modules_to_checkpoint,
-)
-from alpa_strategy.runtime.eager_fully_shard import EagerFullyShard, set_data
 from alpa_strategy.runtime.gradients import Replicas
-from alpa_strategy.runtime.host_memory import enforce_memory_plan, tuned
-from alpa_strategy.runtime.owner_step import OwnerStep
 from alpa_strategy.runtime.parameters import ParameterStore
+from alpa_strategy.runtime.process_memory import enforce_memory_plan, tuned
 from alpa_strategy.runtime.synced_norms import synced
 
 
@@ -204,14 +197,17 @@ class EagerRun(ShardedRun):
             _check_pruning(module, plan)
             if say:
                 _log_reason(why)
+        if _shards_parameters(plan):
+            EAGER_SHARDING.required("an eager step with sharded parameters")
 
         info = joint_info(infos)
         with tuned(job.device), inputs.sharding(module) as values:
             store = _store(module, parameters, plan, job)
             super().__init__(inputs, info, plan, store, limit, values)
 
-        if job.device.type == "cpu":
-            self._adapted.callback(enforce_memory_plan(self, plan, limit, module, optimizers))
+        self._adapted.callback(
+            enforce_memory_plan(self, plan, limit, module, optimizers, job.device)
+        )
         if optimizers and world_size() > 1:
             self._sync_batch_norms()
 
@@ -220,6 +216,8 @@ class EagerRun(ShardedRun):
         # They may differ before the first step.
         self.buffers_differ = self._shares_buffers
 
+        # Of steps with manual optimization.
+        self._gradients: ShardedGradients | None = None
         if store.sharded_parameters and optimizers:
             self._shard_on_use()
             if job.compile is not None and say:
@@ -247,11 +245,13 @@ class EagerRun(ShardedRun):
     def _shard_on_use(self) -> None:
         """Gather each module's sharded parameters while it runs."""
         store = self.store
-        self._reads = _ShardedGradientReads(store, self._owner_steps)
+        extra = EAGER_SHARDING.required("an eager step")
+        self._gradients = extra.sharded_gradients(self.module, store, self._owner_steps, self.meet)
         parameter_plans = self.plan.stages[0].parameter_plans.values()
         keeps = not any(parameter_plan.uses_shards for parameter_plan in parameter_plans)
         has_room = self.no_headroom_for_evaluation() is None
-        self.on_use = EagerFullyShard(self.module, store, cpu_group("rounds"), keeps, has_room)
+        group = cpu_group("rounds")
+        self.on_use = extra.gather_on_use(self.module, store, group, keeps, has_room)
         self.full_parameters.on_use.append(self.on_use)
 
     def _checkpoint_activations(self, limit: float) -> None:
@@ -265,15 +265,16 @@ class EagerRun(ShardedRun):
         remat = None if job.options.remat == (SELECTIVE,) else job.options.remat
         is_chosen_here = remat is None and job.compile is None
 
-        modules = {}
-        if self.optimizers and (remat or is_chosen_here):
-            modules = modules_to_checkpoint(module, remat)
+        self._recomputation: Recomputation | None = None
+        extra = ACTIVATION_CHECKPOINT.extra
+        if extra is None and remat:
+            raise ACTIVATION_CHECKPOINT.missing(f"remat={remat!r} of a step that runs eagerly")
+        if extra is None or not self.optimizers or not (remat or is_chosen_here):
+            return
 
-        self._budget: ActivationBudget | None = None
-        if is_chosen_here:
-            headroom = limit - self.plan.predicted.peak_bytes
-            self._budget = ActivationBudget(module, modules, headroom)
-        self._adapted.enter_context(ModuleCheckpoint(module, self._budget).installed(modules))
+        headroom = limit - self.plan.predicted.peak_bytes if is_chosen_here else None
+        self._recomputation = extra(module, remat, headroom)
+        self._adapted.enter_context(self._recomputation.installed())
 
     @override
     def begin_check(self, batch: Any = None, loss: Tensor | None = None) -> None:
@@ -284,8 +285,8 @@ class EagerRun(ShardedRun):
         if loss is None:
             return
 
-        if self._budget is not None:
-            line = self._budget.ends_in(loss)
+        if self._recomputation is not None:
+            line = self._recomputation.after_forward(loss)
             if line is not None:
                 rank_zero_info(f"alpa: {line}")
 
@@ -303,14 +304,14 @@ class EagerRun(ShardedRun):
         """Run the module's own step, parameters gathered while they are used."""
         self.take_buffers()
         if self.on_use is not None:
-            self.on_use.on_demand.begin()
+            self.on_use.begin_step()
         # As under DDP, gradients of a backward within the step count with manual optimization only:
         # with automatic optimization they may be cleared before the Trainer's own backward.
         listens = not self.module.automatic_optimization or self.on_use is not None
         with self.in_step(), self.store.listening(listens), self._sharded_gradients():
             output = eager_step()
             if self.on_use is not None and not self.module.automatic_optimization:
-                self.on_use.on_demand.finish()
+                self.on_use.end_step()
         self._parameters.leave_frozen()
         # As under DDP, buffers are not broadcast after a step whose gradients stay local, nor with
         # manual optimization.
@@ -319,31 +320,11 @@ class EagerRun(ShardedRun):
         )
         return output
 
-    @contextmanager
-    def _sharded_gradients(self) -> Iterator[None]:
-        """Context of a step with manual optimization, which works on sharded gradients.
-
-        torch's functions return the norm of the full gradients in it.
-        """
-        if self.on_use is None or self.module.automatic_optimization:
-            yield
-            return
-
-        clipping = torch.nn.utils.clip_grad
-        torch_norm = clipping._get_total_norm
-
-        def total_norm(tensors: Any, norm_type: float = 2.0, *rest: Any, **named: Any) -> Tensor:
-            tensors = [tensors] if isinstance(tensors, Tensor) else list(tensors)
-            ids = {id(tensor) for tensor in tensors}
-            parameters = [p for p in self.module.parameters() if id(p.grad) in ids]
-            if self.store.sharded_parameters.keys().isdisjoint(parameters):
-                return torch_norm(tensors, norm_type, *rest, **named)
-            self.meet()
-            return gradient_norm(self.store, parameters, float(norm_type))
-
-        names = [(clipping, "_get_total_norm"), (torch.nn.utils, "get_total_norm")]
-        with patched((owner, name, total_norm) for owner, name in names), self._reads:
-            yield
+    def _sharded_gradients(self) -> AbstractContextManager[None]:
+        """Return the context of a step: with manual optimization it works on sharded gradients."""
+        if self._gradients is None or self.module.automatic_optimization:
+            return nullcontext()
+        return self._gradients.in_step()
 
     @override
     def finish_backward(self) -> None:
@@ -359,16 +340,19 @@ class EagerRun(ShardedRun):
         return {"as_written": True, **super().state_dict()}
 
 
+def _shards_parameters(plan: Plan) -> bool:
+    """Whether an eager plan shards any parameter."""
+    parameter_plans = plan.stages[0].parameter_plans.values()
+    return not all(parameter_plan.is_unsharded for parameter_plan in parameter_plans)
+
+
 def _check_pruning(module: Any, plan: Plan) -> None:
     """Check that ModelPruning works with the plan.
 
     Raises:
         SetupError: it is used and parameters are sharded.
     """
-    parameter_plans = plan.stages[0].parameter_plans.values()
-    if not _is_pruned(module) or all(
-        parameter_plan.is_unsharded for parameter_plan in parameter_plans
-    ):
+    if not _is_pruned(module) or not _shards_parameters(plan):
         return
 
     raise SetupError(
@@ -387,54 +371,3 @@ def _log_reason(why: CaptureError) -> None:
         " could be sharded (tensor, sequence and pipeline parallelism), and its activations"
         " recomputed one by one"
     )
-
-
-class _ShardedGradientReads(TorchFunctionMode):
-    """Mode of a step with sharded gradients: warns once if the user's code reads one.
-
-    A full gradient that the user's code sets is sharded.
-    """
-
-    def __init__(self, store: ParameterStore, owner_steps: Sequence[OwnerStep]) -> None:
-        super().__init__()
-        self._store = store
-        self._owner_steps = owner_steps
-        self._has_warned = False
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        sharded = self._store.sharded_parameters
-        is_unknown = func == _READS_GRAD and not self._has_warned and args[0] in sharded
-        if is_unknown and _is_of_step(sys._getframe(1)):
-            self._has_warned = True
-            rank_zero_warn(
-                f"alpa: the step reads the gradient of {self._store.name_of(args[0])}, of which"
-                " each rank has a shard: elementwise changes are right, and norms by"
-                " torch.nn.utils; for sums and products of your own keep gradients full"
-                ' (parallel="data")'
-            )
-        sets_gradient = func == _SETS_GRAD and args[1] is not None and args[0] in sharded
-        # At its owner a parameter and its gradient are full while the optimizer steps.
-        if sets_gradient and not any(step.is_stepping(args[0]) for step in self._owner_steps):
-            parameter = args[0]
-            data = parameter.data
-            shard = self._store.shard_like(*args)
-            # torch checks that a gradient has the shape of the parameter's data.
-            set_data([(parameter, shard)])
-            func(parameter, shard)
-            set_data([(parameter, data)])
-            return None
-        return func(*args, **(kwargs or {}))
-
-
-def _is_of_step(frame: FrameType) -> bool:
-    """Whether a frame is of the user's step, and not within an optimizer of the user's."""
-    # Nearly always false, as torch's optimizers read the gradient of every parameter.
-    if not is_user_file(frame.f_code.co_filename):
-        return False
-
-    callers = [caller.f_locals.get("self") for caller, _ in walk_stack(frame)]
-    return not any(isinstance(caller, Optimizer) for caller in callers)
-
-
-_READS_GRAD = cast("Any", Tensor).grad.__get__
-_SETS_GRAD = cast("Any", Tensor).grad.__set__

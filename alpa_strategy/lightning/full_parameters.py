@@ -25,10 +25,11 @@ from torch.optim import Optimizer
 from alpa_strategy.capture.python_state import patched
 from alpa_strategy.comm.collectives import any_rank, world_size
 from alpa_strategy.errors import AlpaError, SetupError
+from alpa_strategy.hook_points import GatherOnUse
 from alpa_strategy.ir.user_code import functions_of, is_user_code, mentioned_names
 from alpa_strategy.lightning.checks import AFTER_BACKWARD, is_overridden, names_in, own_hooks
-from alpa_strategy.runtime.eager_fully_shard import EagerFullyShard, set_data
 from alpa_strategy.runtime.parameters import ParameterStore
+from alpa_strategy.runtime.sharded_parameter import set_data
 
 
 class FullParameters:
@@ -53,7 +54,7 @@ class FullParameters:
         self.is_entered = False
 
         # While one of these is active, accesses of the module's parameters gather them.
-        self.on_use: list[EagerFullyShard] = []
+        self.on_use: list[GatherOnUse] = []
 
         # Called before a gather: hooks of a checkpoint may still wait for other ranks.
         self.before_gather: Callable[[], None] = lambda: None

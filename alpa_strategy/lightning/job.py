@@ -20,6 +20,7 @@ from alpa_strategy.cluster.spec import ClusterSpec
 from alpa_strategy.comm.collectives import all_gather_object
 from alpa_strategy.comm.mesh import Replica
 from alpa_strategy.display.progress import Progress
+from alpa_strategy.hook_points import PLANNED_SUBMODULES
 from alpa_strategy.lightning.run_plans import RunPlans
 from alpa_strategy.options import LEAST_BUCKET_BYTES, Limits, PlanOptions
 from alpa_strategy.planner.eager_plan import captured_only_option
@@ -38,7 +39,8 @@ class Job:
     # This rank's replica, if replicas run captured steps; None: all ranks run them together.
     replica: Replica | None
 
-    # Result of `submodule_options`.
+    # The number of replicas whose submodules are planned, and the options inside each of them.
+    # None: submodules are not planned.
     submodules: tuple[int, PlanOptions] | None
 
     # This rank's device.
@@ -113,6 +115,23 @@ def options_of_run(
         # Every rank of a replica loads the replica's full batch.
         options = replace(options, batch_scope="global")
     return options
+
+
+def submodule_options(
+    options: PlanOptions, limits: Limits, num_devices: int
+) -> tuple[int, PlanOptions] | None:
+    """Return `Job.submodules` for a job of `num_devices`.
+
+    Raises:
+        OptionError: the options contradict each other.
+        SetupError: they require planned submodules, and that extra is switched off.
+    """
+    extra = PLANNED_SUBMODULES.extra
+    if extra is not None:
+        return extra.submodule_options(options, limits, num_devices)
+    if limits.capture == "submodules":
+        raise PLANNED_SUBMODULES.missing('capture="submodules"')
+    return None
 
 
 def most_accumulated(trainer: Any) -> int:

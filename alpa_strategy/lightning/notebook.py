@@ -31,9 +31,9 @@ from torch.multiprocessing.spawn import _prctl_pr_set_pdeathsig
 from torch.utils._pytree import tree_map_only
 from typing_extensions import override
 
-from alpa_strategy.comm.failure import exit_text
 from alpa_strategy.errors import LostRankError, SetupError
 from alpa_strategy.ir.plan import Plan
+from alpa_strategy.lightning.exit_text import exit_text
 
 # Seconds for the other workers to end by themselves, after an error and after Ctrl+C.
 ERROR_SECONDS = 2.0

@@ -5,7 +5,6 @@ The planner is imported where a plan is made: not by other ranks, nor for a stor
 
 import math
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from itertools import zip_longest
@@ -34,6 +33,7 @@ from alpa_strategy.errors import (
     RuntimeMismatchError,
     UnlikeStepsError,
 )
+from alpa_strategy.hook_points import HOST_ALLOCATOR
 from alpa_strategy.ir.graph import Place, StepGraph, stable_text
 from alpa_strategy.ir.op import OpCall
 from alpa_strategy.ir.optimizer_info import OptimizerInfo
@@ -51,9 +51,7 @@ from alpa_strategy.planner.figures import with_figures
 from alpa_strategy.planner.plan_check import check_devices, check_plan
 from alpa_strategy.planner.plan_store import PlanStore
 from alpa_strategy.planner.task import PlanTask, check_fits
-from alpa_strategy.runtime.host_memory import KEPT_BLOCKS, LEAST_BYTES, PAGE_FAULTS
 from alpa_strategy.sharding.strategies import localize, op_strategies
-from alpa_strategy.units import format_bytes, format_seconds
 
 # Seconds for timing ops of the training step, and of later steps that are pinned to its plan.
 FIRST_BUDGET = 3.0
@@ -431,38 +429,16 @@ def _page_beside(plan: Plan, job: Job) -> str:
 
 
 def _chosen(task: PlanTask, job: Job, pinned: Mapping[str, ParameterPlan] | None) -> Plan:
-    """Return the plan of `choose_plan`, with the costs of page faults on CPUs.
-
-    A plan with headroom for freed blocks has no page faults. It is taken if it is not slower than
-    the best plan with its page faults, whose seconds are added to the prediction otherwise.
-    """
+    """Return the plan of `choose_plan`, with the costs of page faults on CPUs."""
     with without_collections():
         from alpa_strategy.planner.planner import choose_plan
 
     plan = choose_plan(task, pinned)
-    planned = plan.predicted
-    limit_with_headroom = task.memory_limit / KEPT_BLOCKS
-    if job.device.type != "cpu" or planned.peak_bytes <= max(limit_with_headroom, LEAST_BYTES):
+    allocator = HOST_ALLOCATOR.extra
+    if allocator is None or job.device.type != "cpu":
         return plan
 
-    faults = PAGE_FAULTS * planned.step_seconds
-    options = replace(task.options, memory_limit=limit_with_headroom)
-    with suppress(PlanError):
-        other = choose_plan(replace(task, options=options), pinned)
-        if other.predicted.step_seconds <= planned.step_seconds + faults:
-            return replace(other, fingerprint=plan.fingerprint)
-
-    enough = format_bytes(KEPT_BLOCKS * planned.peak_bytes)
-    note = (
-        f"{format_seconds(faults)} of a step are page faults: it needs nearly all of the memory"
-        f" limit, so freed memory goes back to the system at once. A limit of {enough} has none"
-    )
-    planned = replace(
-        planned,
-        step_seconds=planned.step_seconds + faults,
-        compute_seconds=planned.compute_seconds + faults,
-    )
-    return replace(plan, predicted=planned, notes=(*plan.notes, note))
+    return allocator.with_page_faults(plan, task, partial(choose_plan, pinned=pinned))
 
 
 def _differs_in_shape(plan: Mapping[str, Any], wanted: Fingerprint) -> bool:

@@ -51,7 +51,7 @@ from alpa_strategy.pipeline.step_programs import PlanRuntime, StepProgram
 from alpa_strategy.planner.optimizer_info import inspect_optimizer
 from alpa_strategy.planner.smaller_batch import batch_shapes, plan_on_smaller_batch
 from alpa_strategy.runtime.gradients import average
-from alpa_strategy.runtime.host_memory import enforce_memory_plan, tuned
+from alpa_strategy.runtime.process_memory import enforce_memory_plan, tuned
 from alpa_strategy.runtime.step_by_bucket import fused
 
 MEASURED_STEPS = range(5, 25)
@@ -135,10 +135,9 @@ class Run(ShardedRun):
             if plan.fingerprint.batch == step.batch_digest:
                 job.plans.planned_batch = batch_shapes(step)
             program = self._program(step)
-        if job.device.type == "cpu":
-            self._adapted.callback(
-                enforce_memory_plan(self, plan, limit, module, inputs.optimizers)
-            )
+        self._adapted.callback(
+            enforce_memory_plan(self, plan, limit, module, inputs.optimizers, job.device)
+        )
         self._same = StepConsensus(rank_zero, job.group)
         self._same_batch = SameBatchCheck(job.group)
         # By what kind of batch they are for, those used last at the end; of a kind, those captured

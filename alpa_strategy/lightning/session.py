@@ -22,15 +22,15 @@ from torch.optim import Optimizer
 
 from alpa_strategy.comm.collectives import any_rank, rank_in, world_size
 from alpa_strategy.errors import AlpaError, CaptureError, FailedCheckError
+from alpa_strategy.hook_points import PLANNED_SUBMODULES
 from alpa_strategy.lightning.checkpointing import Checkpoints
-from alpa_strategy.lightning.deferred_init import DeferredInit, stays_sharded
 from alpa_strategy.lightning.evaluation_loop import EvaluationLoop
 from alpa_strategy.lightning.job import Job, device_limit
+from alpa_strategy.lightning.module_init import new_module_init, stays_sharded
 from alpa_strategy.lightning.out_of_memory import is_out_of_memory, memory_note, memory_of
 from alpa_strategy.loading import without_collections
 
 if TYPE_CHECKING:
-    from alpa_strategy.capture.submodules import Call
     from alpa_strategy.ir.plan import Plan
     from alpa_strategy.lightning.sharded_run import RunInputs, ShardedRun
 
@@ -82,7 +82,7 @@ class Session:
         # started.
         self.process_bytes = 0
 
-        self.deferred_init = DeferredInit()
+        self.deferred_init = new_module_init()
 
         # Reason for eager steps; None: steps are captured.
         self._reason: CaptureError | None = None
@@ -96,8 +96,8 @@ class Session:
         # Whether gradients of the current batch stay local.
         self._stays_local = False
 
-        # Calls of submodules that a run has recorded.
-        self._calls: Sequence[Call] | None = None
+        # What a run has recorded for the next one.
+        self._recorded: Any = None
         self._loop: EvaluationLoop | None = None
 
     @property
@@ -129,7 +129,7 @@ class Session:
             )
         self.run.say(f"alpa: {change}: planning once more")
         random_streams = self.run.state_dict()
-        self._calls = self.run.calls
+        self._recorded = self.run.recorded
         self._unshard()
         self._shard(module, optimizers, batch, batch_idx).load_state_dict(random_streams)
 
@@ -141,7 +141,7 @@ class Session:
         with without_collections():
             from alpa_strategy.lightning.eager_run import reason_for_eager_steps
             from alpa_strategy.lightning.sharded_run import RunInputs
-            from alpa_strategy.runtime.host_memory import process_bytes
+            from alpa_strategy.runtime.process_memory import process_bytes
             from alpa_strategy.runtime.sharded_parameter import have_other_users
 
         named = list(module.named_parameters())
@@ -184,7 +184,7 @@ class Session:
             return None
 
     def _eager_run(self, inputs: "RunInputs") -> "ShardedRun":
-        """Return a run with eager steps, of which submodules may be planned.
+        """Return a run with eager steps; an extra may plan their submodules.
 
         Raises:
             CaptureError: an option requires a captured step.
@@ -193,7 +193,6 @@ class Session:
             from alpa_strategy.capture.python_state import requiring_grad
             from alpa_strategy.lightning.eager_run import EagerRun, check_may_run_eagerly
             from alpa_strategy.lightning.rank_consistency import toggled
-            from alpa_strategy.lightning.submodule_run import SubmoduleRun
 
         reason = self._reason
         assert reason is not None
@@ -201,7 +200,8 @@ class Session:
         self._logged_reason = reason
         with requiring_grad(toggled(inputs.module, inputs.optimizers), True):
             if inputs.job.submodules is not None:
-                return SubmoduleRun(inputs, reason, self._calls)
+                extra = PLANNED_SUBMODULES.required("the run")
+                return extra.new_run(inputs, reason, self._recorded)
 
             check_may_run_eagerly(reason, inputs.job)
             return EagerRun(inputs, reason, is_new)
@@ -406,7 +406,7 @@ class Session:
     def close(self, interrupted: bool) -> None:
         """End the session's run with the Trainer's, or after an exception. No communication."""
         self._reason = None
-        self._calls = None
+        self._recorded = None
         if self.run is None:
             return
 

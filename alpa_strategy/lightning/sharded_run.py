@@ -1,7 +1,7 @@
 """ShardedRun: a module with sharded parameters, as its Trainer, checkpoints and hooks use it.
 
-Its subclasses run the steps: `Run` runs captured, planned steps, `EagerRun` eager ones, and
-`SubmoduleRun` eager ones with planned submodules.
+Its subclasses run the steps: `Run` runs captured, planned steps, `EagerRun` eager ones, and the
+`SubmoduleRun` of an extra eager ones with planned submodules.
 """
 
 from abc import ABC, abstractmethod
@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from alpa_strategy.capture.python_state import outermost_metrics
-from alpa_strategy.capture.submodules import Call
 from alpa_strategy.checkpoint.sharded_state_dict import shard_state, unshard_state
 from alpa_strategy.comm.collectives import any_rank, broadcast_tensors, cpu_group, rank_in
+from alpa_strategy.hook_points import EAGER_SHARDING, GatherOnUse
 from alpa_strategy.ir.graph import BufferInput
 from alpa_strategy.ir.optimizer_info import OptimizerInfo
 from alpa_strategy.ir.plan import Plan
@@ -38,7 +38,6 @@ from alpa_strategy.lightning.step_effects import MetricStates
 from alpa_strategy.pipeline.step_programs import PlanRuntime
 from alpa_strategy.planner.optimizer_reads import reads_of_all
 from alpa_strategy.planner.plan_store import PlanStore
-from alpa_strategy.runtime.eager_fully_shard import EagerFullyShard
 from alpa_strategy.runtime.owner_step import OwnerStep
 from alpa_strategy.runtime.parameters import ParameterStore, unsharded_store
 from alpa_strategy.runtime.step_by_bucket import StepByBucket, can_step_in_parts
@@ -113,8 +112,8 @@ class ShardedRun(ABC):
             shard_state(optimizer, store, values)
         self.full_parameters = FullParameters(store)
         # Gathers parameters on use, in eager steps.
-        self.on_use: EagerFullyShard | None = None
-        self._evaluates: EagerFullyShard | None = None
+        self.on_use: GatherOnUse | None = None
+        self._evaluates: GatherOnUse | None = None
         self._evaluation = ExitStack()
         self._optimizer_info = optimizer_info
         # Bytes of a device that may be used.
@@ -138,8 +137,8 @@ class ShardedRun(ABC):
         # As under DDP, gradients outside of steps are not reduced.
         self._adapted.enter_context(store.listening(False))
         self._by_bucket = [StepByBucket(optimizer) for optimizer in optimizers]
-        # Calls of submodules, recorded for the next run.
-        self.calls: Sequence[Call] | None = None
+        # What this run has recorded for the next one.
+        self.recorded: Any = None
         # The group with which `reduce` exchanges values of the current step.
         self.peers: Any = None
 
@@ -260,7 +259,7 @@ class ShardedRun(ABC):
         return self._in_use(self.on_use)
 
     @contextmanager
-    def _in_use(self, on_use: EagerFullyShard) -> Iterator[None]:
+    def _in_use(self, on_use: GatherOnUse) -> Iterator[None]:
         """Context in which parameters are gathered when used, and gradients reduced."""
         with self.store.listening(True), on_use.in_use(for_backward=True):
             yield
@@ -276,7 +275,7 @@ class ShardedRun(ABC):
     def end_of_backward(self) -> None:
         """Serve parameters to ranks whose backward still runs, within `in_step`."""
         if self.on_use is not None:
-            self.on_use.on_demand.finish()
+            self.on_use.end_step()
 
     def stepping(self) -> AbstractContextManager[None]:
         """Return a context of an optimizer's step, to be entered at once; `stepped` ends it."""
@@ -348,7 +347,9 @@ class ShardedRun(ABC):
         if not self.store.sharded_parameters:
             return
         if any_rank([self.no_headroom_for_evaluation() is not None])[0]:
-            self._evaluates = EagerFullyShard(self.module, self.store, cpu_group("evaluation"))
+            extra = EAGER_SHARDING.required("an evaluation that full parameters do not fit into")
+            group = cpu_group("evaluation")
+            self._evaluates = extra.gather_on_use(self.module, self.store, group, False, False)
             self.full_parameters.on_use.append(self._evaluates)
             self._evaluation.callback(self._evaluates.remove)
             self._evaluation.enter_context(self._evaluates.in_use())
@@ -365,11 +366,11 @@ class ShardedRun(ABC):
         """
         on_use = self._evaluates
         if on_use is not None:
-            on_use.on_demand.begin()
+            on_use.begin_step()
         output = eager_step()
         # The Trainer reduces logged values when a loader ends. All ranks must have reached its end.
         if on_use is not None and is_last_of_loader(self.module.trainer, *args[1:]):
-            on_use.on_demand.finish()
+            on_use.end_step()
         return output
 
     def end_evaluation(self) -> None:
@@ -378,7 +379,7 @@ class ShardedRun(ABC):
         on_use, self._evaluates = self._evaluates, None
         if on_use is not None:
             self.full_parameters.on_use.remove(on_use)
-            on_use.on_demand.finish(for_good=True)
+            on_use.end_step(for_good=True)
         self._evaluation.close()
 
     # Memory headroom of a device in addition to a training. These return None if the tensors fit,

@@ -18,6 +18,7 @@ from alpa_strategy.capture.capture import capture_step
 from alpa_strategy.cluster.spec import ClusterSpec
 from alpa_strategy.cost.model import OpCosts
 from alpa_strategy.errors import DoesNotFitError, PlanError
+from alpa_strategy.hook_points import ITERATION_PHASES, CapturedIteration
 from alpa_strategy.inter_op.candidates import EVERY_SIZE
 from alpa_strategy.ir.graph import StepGraph
 from alpa_strategy.ir.optimizer_info import OptimizerInfo
@@ -30,7 +31,6 @@ from alpa_strategy.planner.figures import with_figures
 from alpa_strategy.planner.microbatch_search import microbatch_counts
 from alpa_strategy.planner.one_stage import hidden_seconds, plan_one_stage
 from alpa_strategy.planner.optimizer_info import optimizer_info_of
-from alpa_strategy.planner.phases import capture_phases, plan_iteration
 from alpa_strategy.planner.pipeline_search import plan_pipeline
 from alpa_strategy.planner.plan_check import check_devices
 from alpa_strategy.planner.replan import pinned_task, replan
@@ -60,7 +60,7 @@ def make_plan(
     """Capture `module.training_step` on `batch` and return its plan for `cluster`.
 
     No devices are needed; tensors may be meta. Of a module with `iteration_phases` these are
-    captured instead (see `phases.Phase`), and the phase that trains is planned.
+    captured instead (`extras/iteration_phases.py`), and the phase that trains is planned.
 
     Args:
         batch: one rank's batch (`options.batch_scope == "rank"`), or the whole one (`"global"`).
@@ -89,8 +89,8 @@ class CapturedTask:
 
     task: PlanTask
 
-    # Name -> the phase and its step, of a module with `iteration_phases`; else empty.
-    phases: Mapping[str, Any]
+    # The phases of which the step is one, of a module with `iteration_phases`.
+    iteration: CapturedIteration | None
 
     # Of capturing.
     seconds: float
@@ -122,15 +122,13 @@ def captured_task(
             "batch_scope": options.rows,
             "context": context or nullcontext,
         }
-        phases = {}
-        if hasattr(module, "iteration_phases"):
-            phases = capture_phases(module, batch, **scope)
-        trained = next((step for phase, step in phases.values() if phase.trains), None)
-        step = trained or capture_step(module, batch, **scope)
+        extra = ITERATION_PHASES.extra
+        iteration = None if extra is None else extra.captured_iteration(module, batch, **scope)
+        step = capture_step(module, batch, **scope) if iteration is None else iteration.step
     capture_seconds = time.perf_counter() - started
     optimizer = optimizer or optimizer_info_of(module)
     task = PlanTask(step, cluster, options, optimizer, progress=progress, results=results)
-    return CapturedTask(task, phases, capture_seconds)
+    return CapturedTask(task, iteration, capture_seconds)
 
 
 def plan_captured(
@@ -143,9 +141,10 @@ def plan_captured(
     find = choose or choose_plan
     if around is not None:
         find = partial(plan_around, running=around)
-    plan = plan_iteration(captured.phases, task, find) if captured.phases else find(task)
+    iteration = captured.iteration
+    plan = find(task) if iteration is None else iteration.plan(task, find)
     # An iteration's step is planned with less memory; other searches give no figures.
-    if captured.phases or plan.figures is None:
+    if iteration is not None or plan.figures is None:
         plan = with_figures(plan, task)
     plan = plan.with_notes_of(task.step.notes)
     plan = replace(plan, solver_seconds={"capture": captured.seconds, **plan.solver_seconds})

@@ -3,7 +3,7 @@ move between storage and step.
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -522,3 +522,10 @@ def replace_data(parameter: nn.Parameter, data: Tensor) -> None:
     other = torch.float32 if parameter.dtype != torch.float32 else torch.float64
     parameter.data = torch.empty(0, dtype=other, device=parameter.device)
     parameter.data = data
+
+
+def set_data(tensors: Iterable[tuple[nn.Parameter, Tensor]]) -> None:
+    """Set `parameter.data` for pairs of (parameter, data), under any grad or inference mode."""
+    with torch.inference_mode(False), torch.no_grad():
+        for parameter, data in tensors:
+            parameter.data = data

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from checkpoint.runs import ONE_STAGE, fit
 from lightning.pytorch.plugins.environments import SLURMEnvironment
 
-from alpa_strategy.comm.failure import agree_on_name
+from alpa_strategy.comm.job_store import agree_on_name
 
 HERE = Path(__file__).resolve().parent
 

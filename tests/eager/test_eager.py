@@ -28,8 +28,8 @@ from worker_pool import WorkerError
 from alpa_strategy import AlpaStrategy, ClusterSpec
 from alpa_strategy.capture.python_state import patched
 from alpa_strategy.comm.collectives import cpu_group
+from alpa_strategy.extras.eager_sharding.fully_shard import EagerFullyShard
 from alpa_strategy.lightning.eager_run import EagerRun
-from alpa_strategy.runtime.eager_fully_shard import EagerFullyShard
 from alpa_strategy.runtime.sharded_parameter import ShardedParameter
 
 RANKS = 2

@@ -20,9 +20,9 @@ from safetensors.torch import load_file, save_file
 
 from alpa_strategy import hf
 from alpa_strategy.errors import CheckpointError, SetupError
-from alpa_strategy.runtime import deferred_slices
-from alpa_strategy.runtime.deferred import Recorder
-from alpa_strategy.runtime.deferred_slices import read_box, read_into
+from alpa_strategy.recording import boxes
+from alpa_strategy.recording.boxes import read_box, read_into
+from alpa_strategy.recording.recorder import Recorder
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 
@@ -76,7 +76,7 @@ def assert_boxes(deferred: nn.Module, expected: nn.Module, recorder: Recorder) -
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", list(MODELS))
 def test_any_box_has_the_values_of_the_library(folder, monkeypatch, name, dtype):
-    monkeypatch.setattr(deferred_slices, "BLOCK_BYTES", 5000)
+    monkeypatch.setattr(boxes, "BLOCK_BYTES", 5000)
     path = MODELS[name].save(folder / name)
     auto_class = getattr(transformers, MODELS[name].auto_class)
     expected = auto_class.from_pretrained(path, dtype=dtype)

@@ -4,27 +4,23 @@ nothing leaks.
 
 from __future__ import annotations
 
-import gc
-import itertools
 import os
 import subprocess
 import sys
-import threading
-import time
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
-import psutil
 import pytest
 import torch
+from extras.host_allocator.limited_plans import planned_under_limit
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from quiet import QUIET
 from torch import nn
 from torch.utils.data import DataLoader
 
 from alpa_strategy import AlpaStrategy
-from alpa_strategy.runtime.host_memory import KEPT_BLOCKS, LEAST_BYTES, PAGE_FAULTS, THREAD, trim
+from alpa_strategy.extras.host_allocator.allocator import trim
 
 BENCH = Path(__file__).parents[2] / "scripts" / "bench_memory.py"
 
@@ -117,127 +113,6 @@ def test_memory_does_not_grow_over_steps_of_changing_shapes(
         assert resident[-1] - resident[3] < 16e6
 
 
-class Deep(pl.LightningModule):
-    """Layers that keep tensors of 6 to 24 MB for their backward: with no thread that trims, 592 MB
-    were held.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        sizes = [128, 512, 256, 384] * 4
-        pairs = itertools.pairwise(sizes)
-        self.layers = nn.ModuleList([nn.Sequential(nn.Linear(a, b), nn.GELU()) for a, b in pairs])
-
-    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
-        x = batch
-        for layer in self.layers:
-            x = layer(x)
-        return x.square().mean()
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=1e-3)
-
-
-class Most(pl.Callback):
-    """The most that this process held within the steps after the first, beyond what it held before
-    the first.
-    """
-
-    def __init__(self) -> None:
-        self.num_bytes = 0
-        self._steps = 0
-        self._before = 0
-        self.threads = 0
-
-    def on_train_batch_start(self, *unused: object) -> None:
-        self._steps += 1
-        if self._steps == 1:
-            self._before = self.held()
-        threading.Thread(target=self._watch, args=(self._steps,), daemon=True).start()
-
-    def _watch(self, step: int) -> None:
-        while 1 < step == self._steps:
-            self.num_bytes = max(self.num_bytes, self.held() - self._before)
-            time.sleep(0.002)
-
-    def on_train_end(self, *unused: object) -> None:
-        self._steps, self.threads = 0, threads_that_trim()
-
-    @staticmethod
-    def held() -> int:
-        info = psutil.Process().memory_info()
-        return info.rss - info.shared
-
-
-def threads_that_trim() -> int:
-    return sum(thread.name == THREAD for thread in threading.enumerate())
-
-
-def held_under_limit(root: str, limit: float) -> tuple[int, int, int, float]:
-    """(most bytes held, threads that give memory back: in the fit, and after it; bytes planned)."""
-    most = Most()
-    strategy = AlpaStrategy(
-        cluster="pcie_8gpu",
-        plan_dir=f"{root}/plans",
-        verbose=False,
-        memory_limit=limit,
-        num_stages=1,
-    )
-    trainer = pl.Trainer(
-        accelerator="cpu",
-        devices=1,
-        strategy=strategy,
-        max_steps=6,
-        default_root_dir=root,
-        callbacks=[most],
-        **QUIET,
-    )
-    torch.manual_seed(1)
-    trainer.fit(Deep(), DataLoader(torch.randn(6 * 12288, 128), batch_size=12288))
-    time.sleep(0.2)  # it looks every few milliseconds
-    assert strategy.plan is not None
-    return most.num_bytes, most.threads, threads_that_trim(), strategy.plan.predicted.peak_bytes
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="glibc's allocator")
-def test_freed_memory_is_kept_within_a_limit_that_binds(pool, tmp_path: Path) -> None:
-    limit = 378e6  # keeping all takes 630
-    ((held, threads, left, planned),) = pool.run(1, held_under_limit, str(tmp_path), limit)
-    assert held < 1.1 * limit
-    assert (threads, left) == (1, 0)
-    assert planned <= limit / KEPT_BLOCKS  # freed blocks have room in addition
-
-
-def planned_under_limit(
-    root: str, limit: float | None, **options: Any
-) -> tuple[Any, tuple[str, ...]]:
-    """What is predicted of a plan that keeps all, and its notes. options: of the Trainer."""
-    strategy = AlpaStrategy(
-        cluster="pcie_8gpu",
-        plan_dir=root,
-        verbose=False,
-        memory_limit=limit,
-        num_stages=1,
-        remat=False,
-    )
-    options |= {"default_root_dir": root, **QUIET}
-    trainer = pl.Trainer(accelerator="cpu", devices=1, strategy=strategy, max_steps=1, **options)
-    trainer.fit(Deep(), DataLoader(torch.randn(12288, 128), batch_size=12288))
-    assert strategy.plan is not None
-    return strategy.plan.predicted, strategy.plan.notes
-
-
-def test_a_plan_without_room_counts_page_faults(pool, tmp_path: Path) -> None:
-    ((roomy, said),) = pool.run(1, planned_under_limit, str(tmp_path), None)
-    ((tight, notes),) = pool.run(1, planned_under_limit, str(tmp_path), 1.05 * roomy.peak_bytes)
-    assert tight.peak_bytes == roomy.peak_bytes > LEAST_BYTES
-    assert tight.step_seconds == pytest.approx((1 + PAGE_FAULTS) * roomy.step_seconds)
-    parts = tight.compute_seconds + tight.communication_seconds + tight.optimizer_seconds
-    assert tight.step_seconds == pytest.approx(parts)
-    (note,) = set(notes) - set(said)
-    assert "page faults" in note
-
-
 def planned_to_accumulate(root: str) -> list[int]:
     """Planned bytes: without accumulation, with it from the first epoch on, and from a later one
     on.
@@ -251,13 +126,3 @@ def test_gradients_that_accumulate_later_are_planned(pool, tmp_path: Path) -> No
     """They live through the forward then."""
     ((never, always, later),) = pool.run(1, planned_to_accumulate, str(tmp_path))
     assert never < always == later
-
-
-def test_giving_memory_back_leaves_nothing_behind() -> None:
-    """A thread does it up to 250 times a second."""
-    trim()
-    gc.collect()
-    before = len(gc.get_objects())
-    for _ in range(20):
-        trim()
-    assert len(gc.get_objects()) - before < 20

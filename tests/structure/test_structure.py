@@ -201,6 +201,21 @@ def test_the_import_contracts_hold(copied):
             "Only capture/lightning_adapter.py, lightning/ and strategy.py import Lightning",
         ),
         (
+            "strategy.py",
+            "import alpa_strategy.extras.failure_watch.watch",
+            "The core imports no extra",
+        ),
+        (
+            "capture/trace.py",
+            "import alpa_strategy.extras",
+            "The core imports no extra",
+        ),
+        (
+            "extras/shared_memory.py",
+            "import alpa_strategy.extras.deferred_init",
+            "An extra imports no other",
+        ),
+        (
             "units.py",
             "import alpa_strategy.newpackage",
             "A package imports only from the packages below it",

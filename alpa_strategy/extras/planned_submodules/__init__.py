@@ -1,0 +1,1 @@
+"""Eager steps that call planned programs as the forwards of submodules."""
