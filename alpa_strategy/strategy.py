@@ -298,6 +298,7 @@ class AlpaStrategy(SavesPretrained, ParallelJob):
             log_context=getattr(self.precision_plugin, "dtype_context", train_step_context),
             plans=self._checkpoints.plans,
             progress=Progress(enabled=self._verbose and self.global_rank == 0),
+            pages=self._reports.pages,
         )
 
     # Before the module is set up
@@ -579,7 +580,7 @@ class AlpaStrategy(SavesPretrained, ParallelJob):
     def teardown(self) -> None:
         """End the run, after exceptions as well: without collectives."""
         self.stop_watching()
-        self._reports.close()
+        self._reports.close(self.run)
         self._session.close(self.interrupted)
         # In reverse order: the session's wrappers are around the same hooks.
         if not self.interrupted:

@@ -28,7 +28,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from bench_jobs import output_tail
+from bench_jobs import compile_package, output_tail
 from bench_jobs import run_job as run_process
 from page_tables import write_marked
 
@@ -137,6 +137,7 @@ def run_job(args: argparse.Namespace, program: str, ranks: int, strategy: str, f
 def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
     """All jobs requested, one after the other; each is added to the file of `--json` at once."""
     rows = _stored(args)
+    compile_package(ROOT)
     for program in args.programs:
         for ranks in args.ranks:
             for _ in range(args.rounds):

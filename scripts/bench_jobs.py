@@ -5,6 +5,7 @@ check of arguments that benchmarks of steps share.
 from __future__ import annotations
 
 import argparse
+import compileall
 import os
 import subprocess
 import sys
@@ -14,6 +15,15 @@ from pathlib import Path
 # How much of a failed job's output is printed, in characters.
 STDOUT_TAIL = 3000
 STDERR_TAIL = 5000
+
+
+def compile_package(checkout: Path) -> None:
+    """Compile a checkout's package to bytecode, as pip does when it installs one.
+
+    Where PYTHONDONTWRITEBYTECODE is set, every process of a job would compile it anew: half of the
+    CPU time of its imports.
+    """
+    compileall.compile_dir(checkout / "alpa_strategy", quiet=1)
 
 
 def torchrun(script: str | Path, num_ranks: int) -> list[str]:

@@ -16,7 +16,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from bench_jobs import output_tail, run_job
+from bench_jobs import compile_package, output_tail, run_job
 
 ROOT = Path(__file__).resolve().parent.parent
 CODE = """
@@ -79,6 +79,7 @@ def main() -> int:
     from rich.console import Console
     from rich.table import Table
 
+    compile_package(ROOT)
     seconds: dict[str, list[float]] = {"ddp": [], "alpa": []}
     with tempfile.TemporaryDirectory() as folder:
         first = seconds_to_first_step("alpa", args.recipe, folder)

@@ -74,10 +74,11 @@ LAZY_FILES = {
     "fit/command.py": _NO_PLANNER,
     "lightning/job.py": _FIRST_STEP,
     "lightning/logger_report.py": "a page is drawn only for loggers that store files",
+    "lightning/plan_pages.py": "a page is drawn by one rank, after the first steps",
     "lightning/planning.py": "the planner is imported where a plan is made, not for a stored one",
     "lightning/session.py": _FIRST_STEP,
     "lightning/step_effects.py": _FIRST_STEP,
-    "lightning/step_reports.py": "profiles and pages are made for those alone who want them",
+    "lightning/step_reports.py": "steps are profiled for those alone who want it",
 }
 # Who makes process groups and meshes of them: every other folder is passed them.
 GROUP_MAKERS = {

@@ -24,7 +24,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from bench_jobs import run_job
+from bench_jobs import compile_package, run_job
 
 STEPS, WARM = 14, 4
 FIGURES = ("plan", "first step", "step", "memory")
@@ -109,6 +109,7 @@ def compare(checkouts: list[Path], devices: int, rounds: int, root: Path) -> dic
     }
     folders = {checkout: root / f"{index}_{devices}" for index, checkout in enumerate(checkouts)}
     for checkout in checkouts:
+        compile_package(checkout)
         folders[checkout].mkdir()
         run(checkout, devices, folders[checkout])
     for number in range(2 * rounds):

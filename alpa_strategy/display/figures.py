@@ -6,9 +6,8 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from alpa_strategy.display.advice import best_change
+from alpa_strategy.display.answers import answers_of
 from alpa_strategy.display.console import plain
-from alpa_strategy.display.findings import findings
 from alpa_strategy.display.memory import memory_limit_of, parts_text
 from alpa_strategy.display.plan_words import assumed_rates_text, peak_text, plan_words, rates_text
 from alpa_strategy.display.table import (
@@ -111,9 +110,9 @@ def _add_answers(
     table: Table, plan: Plan, memory_limit: float | None, max_findings: int | None
 ) -> None:
     """Add rows with what limits the step, and the change that would help most."""
-    lines = findings(plan)[:max_findings]
+    answers = answers_of(plan, memory_limit)
+    lines = answers.findings[:max_findings]
     if lines:
         table.add_row("limit", plain("\n".join(lines), keeps_lines=True))
-    change = best_change(plan, memory_limit)
-    if change is not None:
-        table.add_row("change", plain(change))
+    if answers.change is not None:
+        table.add_row("change", plain(answers.change))

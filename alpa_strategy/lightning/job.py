@@ -21,6 +21,7 @@ from alpa_strategy.comm.collectives import all_gather_object
 from alpa_strategy.comm.mesh import Replica
 from alpa_strategy.display.progress import Progress
 from alpa_strategy.hook_points import PLANNED_SUBMODULES
+from alpa_strategy.lightning.plan_pages import PlanPages
 from alpa_strategy.lightning.run_plans import RunPlans
 from alpa_strategy.options import LEAST_BUCKET_BYTES, Limits, PlanOptions
 from alpa_strategy.planner.eager_plan import captured_only_option
@@ -84,6 +85,9 @@ class Job:
 
     # Prints phases, lines and tables on the rank that prints.
     progress: Progress
+
+    # Pages of the plans that are made, to be written after the first steps.
+    pages: PlanPages
 
     @property
     def group(self) -> Any:

@@ -60,6 +60,10 @@ class LoggerReport:
             self._num_batches = 0
             self._since = now
 
+    def leave_out(self, seconds: float) -> None:
+        """Do not count seconds that the current steps have not taken, such as those of a page."""
+        self._since += seconds
+
     def _log_plan(self, plan: "Plan") -> None:
         """Log the plan's figures, and store its page, with all loggers."""
         hyperparameters = _prefixed(plan_hyperparameters(plan))

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
 from itertools import zip_longest
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -263,8 +264,8 @@ def find_or_make_plan(
             from alpa_strategy.planner.replan import replan_fingerprint
 
             wanted = replan_fingerprint(task, running)
-            plan = _of_resumed_run(wanted, step, job, task)
-            return plan or _stored(wanted, step, job, partial(_replanned, task, job, running))
+            plan = _of_resumed_run(wanted, task, job)
+            return plan or _stored(wanted, task, job, partial(_replanned, task, job, running))
         return _plan_on_rank_zero(replace(task, progress=job.progress), job, pinned, resumed)
 
     def with_current_notes() -> dict[str, Any]:
@@ -283,21 +284,25 @@ def _replanned(task: PlanTask, job: Job, running: Plan) -> Plan:
     """Plan the task around the running stages, with the op times that were measured before."""
     from alpa_strategy.planner.replan import replan
 
-    costs = None
-    if task.cluster.measured:
-        table = OpTable.load(job.folder / "costs" / "ops.json")
-        costs = RooflineCosts(task.cluster.device, table, job.options.compile)
     with _partial_results(job) as results:
-        return replan(replace(task, costs=costs, results=results), running)
+        return replan(replace(_with_known_costs(task, job), results=results), running)
 
 
-def _of_resumed_run(wanted: Fingerprint, step: StepGraph, job: Job, task: PlanTask) -> Plan | None:
+def _with_known_costs(task: PlanTask, job: Job) -> PlanTask:
+    """Return the task with the op times that were measured before, if costs are measured."""
+    if not task.cluster.measured or task.options.costs is not None:
+        return task
+    costs = RooflineCosts(task.cluster.device, OpTable.load(_op_times(job)), job.options.compile)
+    return replace(task, costs=costs)
+
+
+def _of_resumed_run(wanted: Fingerprint, task: PlanTask, job: Job) -> Plan | None:
     """Return the plan of this step in the resumed run; None if there is none that can be used."""
     why: str | None = None
     try:
         plan = job.plans.find(wanted, task.cluster, task.memory_limit)
         if plan is not None:
-            _check_computes(plan, step, job)
+            _check_computes(plan, task.step, job)
             job.progress.say("alpa: the plan is the checkpoint's")
             return plan
     # The plan was edited, or a sharding rule has changed since.
@@ -307,37 +312,59 @@ def _of_resumed_run(wanted: Fingerprint, step: StepGraph, job: Job, task: PlanTa
     return None
 
 
+def _op_times(job: Job) -> Path:
+    """Return the path of the measured times of ops."""
+    return job.folder / "costs" / "ops.json"
+
+
 def _partial_results(job: Job) -> PartialResults:
     """Return the store of intermediate results, with which a killed planning continues."""
     return PartialResults(job.folder / "planning", job.progress.tell)
 
 
-def _stored(wanted: Fingerprint, step: StepGraph, job: Job, make: Callable[[], Plan]) -> Plan:
+def _stored(wanted: Fingerprint, task: PlanTask, job: Job, make: Callable[[], Plan]) -> Plan:
     """Return the stored plan with the fingerprint `wanted`, or the one of `make`, and store it."""
     store = PlanStore(job.plan_folder, job.plan_url)
     plan = store.find(wanted)
     why = store.explain(wanted) if plan is None else ""
     if plan is not None:
         try:
-            _check_computes(plan, step, job)
+            _check_computes(plan, task.step, job)
             job.progress.say(f"alpa: plan {store.location(plan.fingerprint)}")
+            _expect_page(plan, store, task, job, is_new=False)
             return plan
         # The file was edited, or a sharding rule has changed since.
         except PlanError as error:
             why = f"the stored one cannot be used: {error.problem}"
 
     job.progress.say(f"alpa: making a plan: {why}")
-    plan = make().with_notes_of(step.notes)
+    plan = make().with_notes_of(task.step.notes)
     # A check of the planner, too.
-    _check_computes(plan, step, job)
+    _check_computes(plan, task.step, job)
     try:
         store.put(plan)
-        where = f"{store.location(plan.fingerprint)}{_page_beside(plan, job)}"
-        job.progress.say(f"alpa: plan stored in {where}")
+        job.progress.say(f"alpa: plan stored in {store.location(plan.fingerprint)}")
     except OSError as error:
         place = job.plan_url or store.folder
         job.progress.say(f"alpa: the plan cannot be stored in {place}: {error.strerror or error}")
+    _expect_page(plan, store, task, job, is_new=True)
     return plan
+
+
+def _expect_page(plan: Plan, store: PlanStore, task: PlanTask, job: Job, is_new: bool) -> None:
+    """Let the page of a stored plan be written after the first steps, unless details are there.
+
+    Args: as of `PlanPages.expect`, and the task that the plan is for.
+    """
+    from alpa_strategy.ir.plan_details import PlanDetails, details_path
+
+    def details() -> PlanDetails | None:
+        from alpa_strategy.planner.details import details_of
+
+        return details_of(_with_known_costs(task, job), plan)
+
+    if is_new or not details_path(store.path(plan.fingerprint)).exists():
+        job.pages.expect(plan, store, details, is_new)
 
 
 def _plan_on_rank_zero(
@@ -370,7 +397,7 @@ def _plan_on_rank_zero(
         _check_computes(plan, task.step, job)
         return plan
 
-    plan_of_run = _of_resumed_run(wanted, task.step, job, task)
+    plan_of_run = _of_resumed_run(wanted, task, job)
     if plan_of_run is not None:
         return plan_of_run
 
@@ -378,15 +405,13 @@ def _plan_on_rank_zero(
         with _partial_results(job) as results:
             return _made(replace(task, results=results), job, pinned)
 
-    return _stored(wanted, task.step, job, make)
+    return _stored(wanted, task, job, make)
 
 
 def _made(task: PlanTask, job: Job, pinned: Mapping[str, ParameterPlan] | None) -> Plan:
     """Return a new plan; on a measured cluster, ops are timed on this rank's device first."""
     if not task.cluster.measured or task.options.costs is not None:
-        plan = _chosen(task, job, pinned)
-        _store_page(plan, task, job)
-        return plan
+        return _chosen(task, job, pinned)
 
     from alpa_strategy.inter_op.pins import logical_shapes
 
@@ -401,31 +426,7 @@ def _made(task: PlanTask, job: Job, pinned: Mapping[str, ParameterPlan] | None) 
     costed = replace(task, costs=costs, stage_costs=partial(_measured_stage_costs, task, job))
     plan = _chosen(costed, job, pinned)
     with job.progress("time host"):
-        plan = add_host_seconds(plan, costed, job.device)
-    _store_page(plan, costed, job)
-    return plan
-
-
-def _store_page(plan: Plan, task: PlanTask, job: Job) -> None:
-    """Write the details and the page that belong beside the stored plan. A run needs neither."""
-    from alpa_strategy.page.stored import store_page
-
-    path = PlanStore(job.plan_folder).path(plan.fingerprint)
-    # The costs of a pipeline's ops would have to be measured once more.
-    is_measured = plan.is_pipelined and task.stage_costs is not None
-    try:
-        store_page(path, plan, None if is_measured else task)
-    except (OSError, AlpaError) as error:
-        job.progress.say(f"alpa: the plan's page cannot be written: {error}")
-
-
-def _page_beside(plan: Plan, job: Job) -> str:
-    """Return words for where the page of a new plan is; none if there is no page."""
-    # It was imported to write the page.
-    from alpa_strategy.page.page import page_path
-
-    page = page_path(PlanStore(job.plan_folder).path(plan.fingerprint))
-    return f", its page in {page.name} beside it" if page.is_file() else ""
+        return add_host_seconds(plan, costed, job.device)
 
 
 def _chosen(task: PlanTask, job: Job, pinned: Mapping[str, ParameterPlan] | None) -> Plan:
@@ -525,7 +526,7 @@ def _timed(
         budget_seconds: seconds for timing.
         later: calls that are timed after the others.
     """
-    path = job.folder / "costs" / "ops.json"
+    path = _op_times(job)
     device = task.cluster.device
 
     def measure() -> OpTable:

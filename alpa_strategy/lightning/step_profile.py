@@ -1,6 +1,6 @@
 """StepProfile: records some steps of a training on every rank, and reports what they did.
 
-The trace of all ranks is one file. Its summary is stored beside the plan, whose page has it.
+The trace of all ranks is one file. `StepReports` stores its summary beside the plan.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -19,7 +19,6 @@ from alpa_strategy.ir.plan import stage_ranks
 from alpa_strategy.ir.plan_companion import plan_digest
 from alpa_strategy.lightning.checkpoint_paths import local_folder
 from alpa_strategy.lightning.rank_consistency import StepConsensus
-from alpa_strategy.page.run_page import store_measured
 from alpa_strategy.profiling.chrome import write_trace
 from alpa_strategy.profiling.instruments import Instruments, Patch, listed
 from alpa_strategy.profiling.ranges import (
@@ -69,6 +68,11 @@ class StepProfile:
         # Both on rank 0: path of the trace, and what it says in short.
         self.trace: Path | None = None
         self.profiled: ProfiledSteps | None = None
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the last profiled step is over."""
+        return self._num_batches > self._end
 
     def begin_batch(self, run: "ShardedRun") -> None:
         """Count a training batch that begins. Collective at the first and after the last step."""
@@ -223,9 +227,6 @@ class StepProfile:
             folder.mkdir(parents=True, exist_ok=True)
             write_trace(path, records, about)
             self.trace = path
-            plan_path = run.plan_path
-            if plan_path.exists():
-                store_measured(plan_path, run.plan, measured)
         except OSError as error:
             rank_zero_warn(f"alpa: the profile cannot be written: {error}")
         run.say(measured_table(measured, run.plan))

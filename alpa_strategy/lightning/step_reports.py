@@ -1,12 +1,15 @@
-"""StepReports: who looks at a training's steps: the Trainer's loggers, and a profile."""
+"""StepReports: who looks at a training's steps: the Trainer's loggers, a profile, and the page."""
 
+import time
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from alpa_strategy.comm.collectives import rank_in
 from alpa_strategy.errors import AlpaError
-from alpa_strategy.ir.measured_steps import MeasuredSteps, measured_of_file
+from alpa_strategy.ir.measured_steps import MeasuredSteps, ProfiledSteps, measured_of_file
+from alpa_strategy.ir.plan import Plan
 from alpa_strategy.ir.plan_companion import plan_digest
 from alpa_strategy.lightning.logger_report import LoggerReport
+from alpa_strategy.lightning.plan_pages import PlanPages
 
 if TYPE_CHECKING:
     from alpa_strategy.lightning.sharded_run import ShardedRun
@@ -23,9 +26,16 @@ class StepReports:
 
     def __init__(self, strategy: Any, trainer: Any = None) -> None:
         self._logger_report: LoggerReport | None = None
-        if trainer is not None and strategy.limits.log_plan and strategy.global_rank == 0:
+        self._is_first_rank = trainer is not None and strategy.global_rank == 0
+        if self._is_first_rank and strategy.limits.log_plan:
             self._logger_report = LoggerReport(trainer)
         self._profile = None if trainer is None else _profile_of(strategy)
+
+        # Pages of the plans that the training makes.
+        self.pages = PlanPages()
+
+        # The plan whose page has the measured step.
+        self._written: Plan | None = None
 
     def begin_batch(self, run: "ShardedRun | None") -> None:
         """Count a training batch that begins, after the module is sharded."""
@@ -35,36 +45,80 @@ class StepReports:
             self._profile.begin_batch(run)
         if self._logger_report is not None:
             self._logger_report.begin_batch(run)
+        # The page has the profile as well, if there will be one.
+        is_profiled = self._profile is None or self._profile.is_over
+        if run.measured_step_seconds is not None and is_profiled:
+            self._write_measured_page(run)
 
     def end(self, run: "ShardedRun | None") -> None:
         """Report what is left when the training ends. Collective."""
-        seconds = None if run is None else run.finish_measuring()
+        if run is not None:
+            run.finish_measuring()
         if self._profile is not None:
             self._profile.end(run)
-        if run is not None and rank_in(None) == 0:
-            self._store_seconds(run, seconds)
+        self._write_pages(run)
 
-    def _store_seconds(self, run: "ShardedRun", seconds: float | None) -> None:
-        """Store the seconds of a step beside the plan, whose page shows them."""
-        path = run.plan_path
-        if seconds is None or not path.exists():
-            return
-        # The page is drawn when a training ends.
-        from alpa_strategy.page.run_page import store_measured
-
-        profiled = None if self._profile is None else self._profile.profiled
-        try:
-            if profiled is None:
-                earlier = measured_of_file(path, run.plan)
-                profiled = None if earlier is None else earlier.profiled
-            store_measured(path, run.plan, MeasuredSteps(plan_digest(run.plan), seconds, profiled))
-        except (OSError, AlpaError) as error:
-            run.say(f"alpa: the measured seconds cannot be stored: {error}")
-
-    def close(self) -> None:
+    def close(self, run: "ShardedRun | None") -> None:
         """Stop, after errors as well. No communication."""
         if self._profile is not None:
             self._profile.close()
+        self._write_pages(run)
+
+    def _write_pages(self, run: "ShardedRun | None") -> None:
+        """Write all pages that are not written yet, on the first rank."""
+        if run is not None:
+            self._write_measured_page(run)
+        if self._is_first_rank:
+            for path, plan in self.pages.missing():
+                if path.exists():
+                    self._write_page(run, path, plan)
+
+    def _write_measured_page(self, run: "ShardedRun") -> None:
+        """Write the page of the running plan with what was measured, once, on the first rank.
+
+        Nothing is written if nothing was measured, or if the plan is not stored.
+        """
+        if not self._is_first_rank or run.plan is self._written:
+            return
+        seconds = run.measured_step_seconds
+        profiled = None if self._profile is None else self._profile.profiled
+        if seconds is None and profiled is None:
+            return
+        self._written = run.plan
+        path = run.plan_path
+        if path.exists():
+            if profiled is None:
+                profiled = _profiled_earlier(path, run.plan)
+            measured = MeasuredSteps(plan_digest(run.plan), seconds, profiled)
+            self._write_page(run, path, run.plan, measured)
+
+    def _write_page(
+        self,
+        run: "ShardedRun | None",
+        path: Path,
+        plan: Plan,
+        measured: MeasuredSteps | None = None,
+    ) -> None:
+        """Write the page of a plan file, and print its path if there is a run to print it."""
+        started = time.perf_counter()
+        try:
+            line = f"alpa: the plan's page is {self.pages.write(path, plan, measured)}"
+        except (OSError, AlpaError) as error:
+            line = f"alpa: the plan's page cannot be stored: {error}"
+        if run is not None:
+            run.say(line)
+        if self._logger_report is not None:
+            self._logger_report.leave_out(time.perf_counter() - started)
+
+
+def _profiled_earlier(path: Path, plan: Plan) -> ProfiledSteps | None:
+    """Return the profile that an earlier training has stored beside the plan, if any."""
+    try:
+        earlier = measured_of_file(path, plan)
+    # The file is written anew.
+    except AlpaError:
+        return None
+    return None if earlier is None else earlier.profiled
 
 
 def _profile_of(strategy: Any) -> "StepProfile | None":

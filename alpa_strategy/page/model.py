@@ -8,8 +8,7 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from alpa_strategy.display.advice import best_change
-from alpa_strategy.display.findings import findings
+from alpa_strategy.display.answers import answers_of
 from alpa_strategy.display.plan_words import assumed_rates_text, rates_text
 from alpa_strategy.display.table import equal_stages, mesh_text, proof_of, recomputes, step_parts
 from alpa_strategy.display.timeline import device_range
@@ -50,6 +49,7 @@ def page_model(
         name: of the plan, such as its file's.
         measured: by a run of the plan; None: nothing.
     """
+    answers = answers_of(plan)
     stages = []
     for index, stage in enumerate(plan.stages):
         of_stage = details.stages[index] if details is not None else None
@@ -75,8 +75,8 @@ def page_model(
         "baselines": [[text, _finite(seconds)] for text, seconds in plan.baselines.items()],
         "phases": [[p.name, p.times, short_number(p.total_seconds), p.layout] for p in plan.phases],
         "notes": list(plan.notes),
-        "findings": findings(plan),
-        "change": best_change(plan),
+        "findings": list(answers.findings),
+        "change": answers.change,
         "solver": [
             [phase, short_number(seconds)] for phase, seconds in plan.solver_seconds.items()
         ],

@@ -1,11 +1,11 @@
-"""The page beside a plan file, and what a run has measured. No planner is needed for it."""
+"""The page beside a plan file. No planner is needed for it."""
 
 from pathlib import Path
 
 from alpa_strategy.files import replacing
-from alpa_strategy.ir.measured_steps import MeasuredSteps, measured_path
+from alpa_strategy.ir.measured_steps import MeasuredSteps
 from alpa_strategy.ir.plan import Plan
-from alpa_strategy.ir.plan_details import PlanDetails, details_of_file
+from alpa_strategy.ir.plan_details import PlanDetails
 from alpa_strategy.page.page import page_path, plan_page
 
 
@@ -30,19 +30,3 @@ def write_page(
         page = plan_page(plan, details, Path(path).name, measured)
         temporary.write_text(page, encoding="utf-8")
     return page_path(path)
-
-
-def store_measured(path: str | Path, plan: Plan, measured: MeasuredSteps) -> Path:
-    """Write what a run has measured beside its plan's file, and the page with it.
-
-    Args:
-        path: of the plan file.
-        plan: of the run.
-        measured: by the run.
-
-    Raises:
-        OSError: a file cannot be written.
-        PlanError: the details beside the plan cannot be read.
-    """
-    measured.save(measured_path(path))
-    return write_page(path, plan, details_of_file(path, plan), measured)

@@ -22,19 +22,7 @@ def store_plan(path: str | Path, plan: Plan, task: PlanTask, origin: Origin | No
         OSError: a file cannot be written.
     """
     plan.save(path)
-    return store_page(path, plan, task, origin)
-
-
-def store_page(
-    path: str | Path, plan: Plan, task: PlanTask | None, origin: Origin | None = None
-) -> Path:
-    """Write the details and the page of a stored plan. Raises: as of `store_plan`.
-
-    Args:
-        task: None: the page has the plan alone.
-        path, plan, origin: as of `store_plan`.
-    """
-    details = details_of(task, plan, origin) if task is not None else None
+    details = details_of(task, plan, origin)
     if details is not None:
         details.save(details_path(path))
     return write_page(path, plan, details)

@@ -54,12 +54,21 @@ class PlanStore:
         plan.save(path)
         self._reported.discard(path)
         if self.url is not None:
-            # Its details and its page are there already.
-            for file in sorted(self.folder.glob(f"{path.stem}.*")):
-                if file != path:
-                    urls.upload(file, f"{self.url}/{file.name}")
             urls.replace(path, f"{self.url}/{path.name}")
         return path
+
+    def put_companions(self, plan: Plan) -> None:
+        """Upload what is beside a stored plan, such as its page, if the store has a URL.
+
+        Raises:
+            OSError: the URL cannot be written to.
+        """
+        if self.url is None:
+            return
+        path = self.path(plan.fingerprint)
+        for file in sorted(self.folder.glob(f"{path.stem}.*")):
+            if file != path:
+                urls.upload(file, f"{self.url}/{file.name}")
 
     def explain(self, fingerprint: Fingerprint) -> str:
         """Return the reason why `find` returns None, such as `"graph, batch changed"`: the

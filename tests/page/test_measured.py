@@ -31,8 +31,8 @@ from alpa_strategy.ir.measured_steps import (
 )
 from alpa_strategy.ir.plan import Plan
 from alpa_strategy.ir.plan_companion import plan_digest
+from alpa_strategy.lightning.plan_pages import PlanPages
 from alpa_strategy.page.page import models_of, page_path
-from alpa_strategy.page.run_page import store_measured
 
 
 def measured_twice_as_long(plan: Plan) -> MeasuredSteps:
@@ -60,7 +60,7 @@ def test_what_was_measured_is_stored_and_on_the_page(tmp_path: Path, options, ca
     path = tmp_path / "plan.json"
     plan.save(path)
     measured = measured_twice_as_long(plan)
-    store_measured(path, plan, measured)
+    PlanPages().write(path, plan, measured)
     assert measured_of_file(path, plan) == measured
     assert measured_of_file(path, Plan.load(path)) == measured
 
@@ -81,7 +81,7 @@ def test_the_seconds_of_a_step_alone_are_shown_too(tmp_path: Path, capsys) -> No
     plan, _ = planned("mlp")
     path = tmp_path / "plan.json"
     plan.save(path)
-    store_measured(path, plan, MeasuredSteps(plan_digest(plan), 0.25, None))
+    PlanPages().write(path, plan, MeasuredSteps(plan_digest(plan), 0.25, None))
     assert main(["show", str(path)]) == 0
     assert "a step took 250 ms" in capsys.readouterr().out
     (model,) = models_of(page_path(path).read_text())
@@ -113,11 +113,29 @@ def test_files_of_other_plans_are_ignored_and_broken_ones_are_errors(tmp_path: P
         measured_of_file(path, plan)
 
 
-@pytest.mark.parametrize(("num_steps", "is_measured"), [(8, False), (14, True)])
-def test_a_short_training_says_its_measured_step_at_its_end(
-    tmp_path: Path, capfd, num_steps: int, is_measured: bool
-) -> None:
-    """Steps are measured from the sixth on."""
+class PageClock(pl.Callback):
+    """Lists, after each batch, the endings of the files beside the plan."""
+
+    def __init__(self, folder: Path, fails_at: int | None = None) -> None:
+        self.folder = folder
+        self.fails_at = fails_at
+        self.endings: list[set[str]] = []
+        # Of the page, since it is there.
+        self.inodes: set[int] = set()
+
+    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx) -> None:
+        self.look()
+        if batch_idx == self.fails_at:
+            raise RuntimeError("of the user")
+
+    def look(self) -> None:
+        files = list(self.folder.glob(".alpa/plans/*"))
+        self.endings.append({file.name.partition(".")[2] for file in files})
+        self.inodes |= {file.stat().st_ino for file in files if file.suffix == ".html"}
+
+
+def fit(root: Path, num_steps: int, clock: PageClock) -> Path:
+    """Train on one rank, and return the path of the plan."""
     model = MLP()
     rows = Rows(model.example_batch(2 * num_steps, torch.Generator().manual_seed(0)))
     trainer = pl.Trainer(
@@ -125,15 +143,60 @@ def test_a_short_training_says_its_measured_step_at_its_end(
         devices=1,
         strategy=AlpaStrategy(),
         max_steps=num_steps,
-        default_root_dir=tmp_path,
+        callbacks=[clock],
+        default_root_dir=root,
         **QUIET,
     )
-    trainer.fit(model, DataLoader(rows, batch_size=2))
-    (plan_file,) = [
-        path for path in tmp_path.glob(".alpa/plans/*.json") if path.suffixes == [".json"]
-    ]
+    try:
+        trainer.fit(model, DataLoader(rows, batch_size=2))
+    finally:
+        clock.look()
+    (plan_file,) = [path for path in root.glob(".alpa/plans/*.json") if path.suffixes == [".json"]]
+    return plan_file
+
+
+@pytest.mark.parametrize(("num_steps", "is_measured"), [(8, False), (14, True)])
+def test_a_short_training_says_its_measured_step_at_its_end(
+    tmp_path: Path, capfd, num_steps: int, is_measured: bool
+) -> None:
+    """Steps are measured from the sixth on. The page waits for them."""
+    clock = PageClock(tmp_path)
+    plan_file = fit(tmp_path, num_steps, clock)
     printed = "".join(capfd.readouterr())
     assert ("step measured" in printed) == is_measured
-    assert f"its page in {page_path(plan_file).name}" in " ".join(printed.split())
+    words = "".join(printed.split())
+    assert words.count("theplan'spageis" + str(page_path(plan_file))) == 1
     measured = measured_of_file(plan_file, Plan.load(plan_file))
     assert (measured is not None) == is_measured
+
+    assert clock.endings[:-1] == [{"json"}] * num_steps
+    (model,) = models_of(page_path(plan_file).read_text())
+    assert model["detailed"] == is_measured
+    others = {"details.gz", "measured.gz"} if is_measured else set()
+    assert clock.endings[-1] == {"json", "html"} | others
+
+
+def test_the_page_of_a_longer_training_is_written_once_in_it(tmp_path: Path) -> None:
+    """A training that was too short for details does not keep a later one from making them."""
+    fit(tmp_path, 2, PageClock(tmp_path))
+    clock = PageClock(tmp_path)
+    plan_file = fit(tmp_path, 30, clock)
+    everything = {"json", "html", "details.gz", "measured.gz"}
+    assert clock.endings == [{"json", "html"}] * 26 + [everything] * 5
+    # That of the short training, and the one of this.
+    assert len(clock.inodes) == 2
+    (model,) = models_of(page_path(plan_file).read_text())
+    assert model["detailed"]
+    assert model["measured"]["step"] > 0
+
+
+def test_a_training_that_fails_leaves_the_page_of_the_plan_alone(tmp_path: Path) -> None:
+    clock = PageClock(tmp_path, fails_at=3)
+    with pytest.raises(RuntimeError, match="of the user"):
+        fit(tmp_path, 8, clock)
+    assert clock.endings == [{"json"}] * 4 + [{"json", "html"}]
+    (plan_file,) = tmp_path.glob(".alpa/plans/*.json")
+    page_path(plan_file).unlink()
+    assert main(["show", str(plan_file), "--html"]) == 0
+    (model,) = models_of(page_path(plan_file).read_text())
+    assert not model["detailed"]

@@ -91,9 +91,10 @@ def test_a_plan_is_found_again_until_something_changes(pool, tmp_path: Path) -> 
     first = plans(tmp_path)
     assert len(first) == 1
     path = tmp_path / "plans" / next(iter(first))
+    # Two steps are too few to be measured: the page has the plan alone.
     (model,) = models_of(page_path(path).read_text())
-    assert model["detailed"]
-    assert details_of_file(path, Plan.load(path)) is not None
+    assert not model["detailed"]
+    assert details_of_file(path, Plan.load(path)) is None
     assert pool.run(2, run, "MLP", root, {}) == ["trained"] * 2
     assert plans(tmp_path) == first
     assert pool.run(2, run, "MLP", root, {"parallel": "zero3"}) == ["trained"] * 2
