@@ -88,14 +88,14 @@ class Reader(LightningModule):
     def __init__(self, beta: float = 0.1) -> None:
         super().__init__()
         self.save_hyperparameters()
-        self.beta = beta
-        self.unread = 1
+        self.beta, self.unread = beta, 1
         self.block = Block()
         self.weights = {"a": 1.0, "b": [2.0, 3.0]}
         self.config = Config()
         self.space = types.SimpleNamespace(power=2)
         self.settings = Settings()
-        self.tokens = list(range(2000))
+        self.tokens, self.counts = list(range(2000)), dict.fromkeys(range(2000), 1.0)
+        self.prior = np.ones(30_000)
         self.mask, self.masks = torch.ones(4), [torch.ones(4)]
         self.function: Callable[[Tensor], Tensor] = torch.relu
         self.register_buffer("offset", torch.zeros(4))
@@ -123,7 +123,7 @@ class Reader(LightningModule):
             h = layer(h)
         h = h / self.tokens[1] * self.schedule.now() * self.kept["a"][0].value * self.slotted.value
         h = h * self.scaled() * self.raised(1.0) * self.last[0] * self.optimizer.defaults["lr"]
-        h = h * self.numbers[0] * self.shown["scale"]
+        h = h * self.numbers[0] * self.shown["scale"] * self.counts[7] * float(self.prior[20_001])
         scale = scale * getattr(self, "later", 1.0) * getattr(self.block, "later", 1.0)
         scale = (
             scale * getattr(self.block.linear, "later", 1.0) * getattr(self.schedule, "later", 1.0)
@@ -144,6 +144,9 @@ def changes() -> dict[str, tuple[str, Callable[[Reader], Any]]]:
         "hyperparameter": ("_hparams", lambda m: m.hparams.update(beta=0.3)),
         "dict": ("weights", lambda m: m.weights.update(a=2.0)),
         "large list": ("tokens", lambda m: m.tokens.append(1)),
+        "item of a large list": ("tokens", lambda m: m.tokens.__setitem__(7, -1)),
+        "item of a large dict": ("counts", lambda m: m.counts.update({7: 2.0})),
+        "large array": ("prior", lambda m: m.prior.__setitem__(20_001, 2.0)),
         "list in dict": ("weights", lambda m: m.weights["b"].append(1.0)),
         "dataclass": ("config", lambda m: setattr(m.config, "scale", 3.0)),
         "namespace": ("space", lambda m: setattr(m.space, "power", 3)),
