@@ -21,7 +21,7 @@ from alpa_strategy.intra_op.options import REDUCTIONS, gathers
 from alpa_strategy.intra_op.problem import Problem, Transfer, Use
 from alpa_strategy.ir.gathers import local_bytes
 from alpa_strategy.ir.graph import StepGraph
-from alpa_strategy.sharding.per_step import per_step
+from alpa_strategy.sharding.per_step import PerStep, per_step
 from alpa_strategy.sharding.redistribute import reshard_table
 
 # There while any span is recomputed.
@@ -141,20 +141,24 @@ class StageCost:
 
 
 def stage_build(
-    graph: StepGraph, tables: OptionTables, recompute_per_microbatch: bool = False
+    graph: StepGraph,
+    tables: OptionTables,
+    recompute_per_microbatch: bool = False,
+    once: PerStep | None = None,
 ) -> IntraOp:
     """Return the problem of a stage that runs micro-batches (see `build`): some ops run once per
     step.
 
     Args:
         recompute_per_microbatch: as in `StagePlan`; then all ops run per micro-batch.
+        once: the work that is done once per step; None: all that is worth it.
     """
     build_result = build(graph, tables)
-    return (
-        build_result
-        if recompute_per_microbatch
-        else RematSpans(replace(build_result, per_step=per_step(graph))).split()
-    )
+    if recompute_per_microbatch:
+        return build_result
+    if once is None:
+        once = per_step(graph)
+    return RematSpans(replace(build_result, per_step=once)).split()
 
 
 def take_apart(intra: IntraOp, starts: Sequence[int] = (0,)) -> StageProblem:

@@ -17,6 +17,7 @@ from typing import Any
 from alpa_strategy.errors import PlanError
 from alpa_strategy.files import BadFileError, read_json, write_json
 from alpa_strategy.ir import plan_file
+from alpa_strategy.ir.execution import Execution
 from alpa_strategy.ir.op import AxisStrategy
 from alpa_strategy.ir.parameter_plan import (
     ParameterMode,
@@ -34,6 +35,7 @@ __all__ = [
     "FORMAT_VERSION",
     "MEMORY_PARTS",
     "Collective",
+    "Execution",
     "Fingerprint",
     "ParameterMode",
     "ParameterPlan",
@@ -228,6 +230,9 @@ class StagePlan:
     # Matmul -> number of chunks of its result: one is summed over devices while the next is
     # multiplied.
     num_chunks: dict[str, int] = field(default_factory=dict)
+
+    # What its program does besides; None: the plan file is of a version that did not have it.
+    execution: Execution | None = None
 
     @property
     def remat_cuts(self) -> tuple[int, ...]:

@@ -51,6 +51,7 @@ _OPTIONAL_FIELDS = {
     "boundary_seconds",
     "prefetched_bytes",
     "num_chunks",
+    "execution",
     "phases",
     "host_seconds",
     "loop_seconds",
@@ -68,6 +69,7 @@ _LAST_FIELDS = (
     "shapes",
     "collectives",
     "strategies",
+    "execution",
     "received",
     "sent",
     "stages",
@@ -104,8 +106,11 @@ def to_json_data(kind: Any, value: Any) -> Any:
     if isinstance(kind, type) and is_dataclass(kind):
         fields = {}
         for name, field_kind in _field_types(kind).items():
-            name_in_file = _NAMES_IN_FILE.get(name, name)
-            fields[name_in_file] = to_json_data(field_kind, getattr(value, name))
+            item = getattr(value, name)
+            if item is None and name in _OPTIONAL_FIELDS:
+                # It is read as None where the file lacks it.
+                continue
+            fields[_NAMES_IN_FILE.get(name, name)] = to_json_data(field_kind, item)
         return fields
 
     if isinstance(value, dict):

@@ -48,6 +48,7 @@ from alpa_strategy.lightning.rank_consistency import SAME_SHAPES, shapes_text
 from alpa_strategy.loading import without_collections
 from alpa_strategy.microbatch.transform import microbatch
 from alpa_strategy.partial_results import Key, PartialResults
+from alpa_strategy.planner.execution import with_execution
 from alpa_strategy.planner.figures import with_figures
 from alpa_strategy.planner.plan_check import check_devices, check_plan
 from alpa_strategy.planner.plan_store import PlanStore
@@ -302,7 +303,7 @@ def _of_resumed_run(wanted: Fingerprint, task: PlanTask, job: Job) -> Plan | Non
     try:
         plan = job.plans.find(wanted, task.cluster, task.memory_limit)
         if plan is not None:
-            _check_computes(plan, task.step, job)
+            plan = _checked(plan, task.step, job)
             job.progress.say("alpa: the plan is the checkpoint's")
             return plan
     # The plan was edited, or a sharding rule has changed since.
@@ -329,7 +330,7 @@ def _stored(wanted: Fingerprint, task: PlanTask, job: Job, make: Callable[[], Pl
     why = store.explain(wanted) if plan is None else ""
     if plan is not None:
         try:
-            _check_computes(plan, task.step, job)
+            plan = _checked(plan, task.step, job)
             job.progress.say(f"alpa: plan {store.location(plan.fingerprint)}")
             _expect_page(plan, store, task, job, is_new=False)
             return plan
@@ -340,7 +341,7 @@ def _stored(wanted: Fingerprint, task: PlanTask, job: Job, make: Callable[[], Pl
     job.progress.say(f"alpa: making a plan: {why}")
     plan = make().with_notes_of(task.step.notes)
     # A check of the planner, too.
-    _check_computes(plan, task.step, job)
+    plan = _checked(plan, task.step, job)
     try:
         store.put(plan)
         job.progress.say(f"alpa: plan stored in {store.location(plan.fingerprint)}")
@@ -394,8 +395,7 @@ def _plan_on_rank_zero(
     if job.plan_file is not None and pinned is None:
         plan = Plan.load(job.plan_file)
         check_fits(plan, wanted, str(job.plan_file))
-        _check_computes(plan, task.step, job)
-        return plan
+        return _checked(plan, task.step, job)
 
     plan_of_run = _of_resumed_run(wanted, task, job)
     if plan_of_run is not None:
@@ -452,17 +452,22 @@ def _differs_in_shape(plan: Mapping[str, Any], wanted: Fingerprint) -> bool:
     return {"batch"} <= differences <= {"batch", "graph"}
 
 
-def _check_computes(plan: Plan, step: StepGraph, job: Job) -> None:
-    """Check that a plan computes the step.
+def _checked(plan: Plan, step: StepGraph, job: Job) -> Plan:
+    """Return a plan that computes the step, with the execution of its stages.
 
     Raises:
         PlanError: it would compute something else.
     """
     num_devices = math.prod(job.step_devices)
-    if not plan.is_pipelined:
-        return check_plan(plan, step, num_devices)
-    micro = microbatch(step, plan.num_microbatches, num_devices)
-    return check_plan(plan, micro.graph, num_devices, micro.from_prologue)
+    graph = step
+    external: Mapping[int, int] = {}
+    if plan.is_pipelined:
+        micro = microbatch(step, plan.num_microbatches, num_devices)
+        graph = micro.graph
+        external = micro.from_prologue
+    check_plan(plan, graph, num_devices, external)
+    # Plan files of an older version lack the execution.
+    return with_execution(plan, graph)
 
 
 def check_optimizer(optimizer: OptimizerInfo, stages: tuple[StagePlan, ...]) -> None:

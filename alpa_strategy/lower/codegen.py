@@ -13,14 +13,16 @@ import torch
 
 from alpa_strategy.comm.mesh import MeshComm
 from alpa_strategy.comm.random import ShardedRandom
+from alpa_strategy.errors import PlanError
 from alpa_strategy.ir.graph import StepGraph
 from alpa_strategy.ir.placement import DualLayout
-from alpa_strategy.ir.plan import StagePlan
+from alpa_strategy.ir.plan import Execution, StagePlan
+from alpa_strategy.ir.plan_file import FIX
 from alpa_strategy.ir.stage_graph import slice_stage
 from alpa_strategy.lower.lowered_step import LoweredStep
 from alpa_strategy.lower.program_writer import ProgramWriter
 from alpa_strategy.lower.segments import Compiler
-from alpa_strategy.sharding.per_step import PerStep, per_step
+from alpa_strategy.sharding.per_step import PerStep, per_step_of
 from alpa_strategy.sharding.strategies import is_random
 
 
@@ -81,7 +83,7 @@ def lower_stage(
     Programs that run once per step are not compiled. For the arguments see `lower`.
     """
     stage_graph = slice_stage(step, *stage.ops)
-    once_per_step = PerStep() if stage.recompute_per_microbatch else per_step(stage_graph)
+    once_per_step = per_step_of(stage_graph, _execution(stage).per_step_ops)
 
     per_step_programs: list[LoweredStep] = []
     layouts: dict[int, DualLayout] = {}
@@ -123,6 +125,17 @@ def lower_stage(
         for value in passed_on:
             layouts[value] = writer.layouts[value]
     return LoweredStage(once_per_step, tuple(per_step_programs), tuple(spans))
+
+
+def _execution(stage: StagePlan) -> Execution:
+    """Return what planning has decided on a stage's programs.
+
+    Raises:
+        PlanError: nothing.
+    """
+    if stage.execution is None:
+        raise PlanError("the plan lacks the `execution` of a stage", FIX)
+    return stage.execution
 
 
 def _without(

@@ -23,6 +23,7 @@ from alpa_strategy.ir.plan import (
     job_ranks,
 )
 from alpa_strategy.options import PROPAGATION
+from alpa_strategy.planner.execution import with_execution
 from alpa_strategy.planner.failures import Failures
 from alpa_strategy.schedules import mesh_of
 from alpa_strategy.units import format_bytes
@@ -199,7 +200,7 @@ def plan_of(
         step_seconds = _simulated_step(job, schedule, len(peak_bytes), stages, solved, wires)
 
     gap = max(stage.gap for stage in solved)
-    return Plan(
+    plan = Plan(
         fingerprint=fingerprint,
         stages=tuple(stages),
         predicted=Predicted(
@@ -215,6 +216,7 @@ def plan_of(
         notes=_notes(stages, solved, gap),
         cluster_name=job.cluster.name,
     )
+    return with_execution(plan, job.graph)
 
 
 def _placed_stages(

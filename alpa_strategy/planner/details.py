@@ -49,6 +49,7 @@ from alpa_strategy.ir.stage_graph import stage_on
 from alpa_strategy.ir.value_names import maker_names
 from alpa_strategy.microbatch.transform import microbatch
 from alpa_strategy.planner.task import PlanTask
+from alpa_strategy.sharding.per_step import per_step_of
 
 
 def details_of(task: PlanTask, plan: Plan, origin: Origin | None = None) -> PlanDetails | None:
@@ -109,11 +110,18 @@ def stage_problems(task: PlanTask, plan: Plan) -> Iterator[tuple[StagePlan, Assi
         stage_tables = tables.setdefault((stage.submesh, stage.logical_mesh), new_tables)
         if plan.is_pipelined:
             part = stage_on(graph, *stage.ops, mesh.num_devices)
-            intra = stage_build(part, stage_tables, stage.recompute_per_microbatch)
+            intra = _problem_of_stage(part, stage_tables, stage)
         else:
             intra = build(graph, stage_tables)
         begins = task.options.accumulate_grad_batches == 1 and not plan.is_pipelined
         yield stage, _assigned(intra, stage, begins)
+
+
+def _problem_of_stage(part: StepGraph, tables: OptionTables, stage: StagePlan) -> IntraOp:
+    """Return the problem of a stage that runs micro-batches, with the plan's work once per step."""
+    if stage.execution is None:
+        return stage_build(part, tables, stage.recompute_per_microbatch)
+    return stage_build(part, tables, once=per_step_of(part, stage.execution.per_step_ops))
 
 
 def _assigned(intra: IntraOp, stage: StagePlan, begins: bool) -> AssignedStage:

@@ -21,6 +21,7 @@ from alpa_strategy.ir.graph import ParameterInput, StepGraph
 from alpa_strategy.ir.placement import DualLayout, dual_layout_to_str
 from alpa_strategy.ir.plan import ParameterPlan, Plan, StagePlan, Storage, modes_text, stage_ranks
 from alpa_strategy.ir.stage_graph import slice_stage
+from alpa_strategy.planner.execution import check_execution
 from alpa_strategy.schedules import SCHEDULES, mesh_of, refusal
 from alpa_strategy.sharding.strategies import axis_strategies, localize
 
@@ -53,6 +54,8 @@ def check_plan(
         part = slice_stage(graph, *stage.ops)
         _check_strategies(stage, part, where)
         _check_recomputed(stage, part, where)
+        if stage.execution is not None:
+            check_execution(stage, part, where)
         for parameter in part.parameters:
             how = _check_parameter(stage, parameter, where)
             if stored.setdefault((stage_ranks(stage), parameter.name), how) != how:

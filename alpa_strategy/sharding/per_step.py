@@ -1,9 +1,11 @@
 """The work of a stage that is done once per step instead of once per micro-batch: ops on parameters
 and constants alone, such as casts, transposed copies and weight norm.
 
-Planner and lowering both use this module.
+The planner decides which ops these are (`per_step`), the plan has their names, and lowering reads
+them (`per_step_of`).
 """
 
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -77,45 +79,85 @@ def casts_of_parameters(graph: StepGraph) -> dict[int, int]:
 
 
 def per_step(graph: StepGraph) -> PerStep:
-    """Return the work of a micro-batched stage that can be done once per step: deterministic ops on
-    parameters, constants and buffers that no micro-batch updates.
+    """Return the work of a micro-batched stage that is worth doing once per step: deterministic ops
+    on parameters, constants and buffers that no micro-batch updates.
 
     Parameters that are only viewed are left out.
     """
-    parameters = {p.value for p in graph.parameters}
-    known = {
-        *(c.value for c in graph.constants),
-        *(b.value for b in graph.buffers if b.update is None),
-    }
-    # ops
-    constant: set[int] = set()
-    # Value -> the ops that it is made with, which share values.
-    groups: dict[int, frozenset[int]] = {}
+    of_constants, of_parameters = _ops_without_samples(graph)
+    groups = []
+    for group in _groups(graph, of_parameters):
+        if not all(is_view(graph.ops[index].call) for index in group):
+            groups.append(group)
+    ops = _with_own_constants(graph, set().union(*groups), of_constants)
+    return _per_step(graph, groups, ops)
+
+
+def per_step_of(graph: StepGraph, names: Collection[str]) -> PerStep:
+    """Return the work of a stage of which the ops called `names` run once per step.
+
+    Args:
+        graph: of the stage.
+        names: those that a plan has (`Execution.per_step_ops`).
+    """
+    ops = {index for index, op in enumerate(graph.ops) if op.name in names}
+    _, of_parameters = _ops_without_samples(graph)
+    return _per_step(graph, _groups(graph, of_parameters & ops), ops)
+
+
+def not_per_step(graph: StepGraph, names: Collection[str]) -> list[str]:
+    """Return those of `names` that cannot run once per step, in the order of the graph.
+
+    They read samples or random numbers, only view a parameter, or other ops need their results for
+    every micro-batch.
+    """
+    ops = {index for index, op in enumerate(graph.ops) if op.name in names}
+    of_constants, of_parameters = _ops_without_samples(graph)
+    possible = ops & of_parameters & per_step(graph).ops
+    possible = _with_own_constants(graph, possible, of_constants)
+    unknown = set(names) - {graph.ops[index].name for index in ops}
+    return [graph.ops[index].name for index in sorted(ops - possible)] + sorted(unknown)
+
+
+def _ops_without_samples(graph: StepGraph) -> tuple[set[int], set[int]]:
+    """Return the positions of deterministic ops on constants alone, and of those on parameters and
+    constants.
+
+    Buffers that no micro-batch updates are constants.
+    """
+    constants = {constant.value for constant in graph.constants}
+    constants.update(buffer.value for buffer in graph.buffers if buffer.update is None)
+    made_of_parameters = {parameter.value for parameter in graph.parameters}
+    of_constants: set[int] = set()
+    of_parameters: set[int] = set()
     for index, op in enumerate(graph.ops):
-        is_made_here = all(
-            value in known or value in parameters or value in groups for value in op.operands
-        )
-        if not is_made_here or is_random(op.call):
+        if is_random(op.call):
             continue
-        if known.issuperset(op.operands):
-            constant.add(index)
-            known.update(op.results)
-            continue
-        group = frozenset({index}).union(
-            *(groups[value] for value in op.operands if value in groups)
-        )
-        groups.update((value, group) for member in group for value in graph.ops[member].results)
-    distinct_groups = [
-        g
-        for g in dict.fromkeys(groups.values())
-        if not all(is_view(graph.ops[index].call) for index in g)
-    ]
-    moved = _with_own_constants(
-        graph, {index for group in distinct_groups for index in group}, constant
-    )
-    return PerStep(
-        tuple(_derivation(graph, group, moved) for group in distinct_groups), frozenset(moved)
-    )
+        if constants.issuperset(op.operands):
+            of_constants.add(index)
+            constants.update(op.results)
+        elif all(value in constants or value in made_of_parameters for value in op.operands):
+            of_parameters.add(index)
+            made_of_parameters.update(op.results)
+    return of_constants, of_parameters
+
+
+def _groups(graph: StepGraph, ops: Collection[int]) -> list[frozenset[int]]:
+    """Return `ops` in groups that share values, in the order of their first ops."""
+    # Value -> the ops that it is made with.
+    groups: dict[int, frozenset[int]] = {}
+    for index in sorted(ops):
+        operands = graph.ops[index].operands
+        group = frozenset({index}).union(*(groups[v] for v in operands if v in groups))
+        for member in group:
+            groups.update(dict.fromkeys(graph.ops[member].results, group))
+    return list(dict.fromkeys(groups.values()))
+
+
+def _per_step(graph: StepGraph, groups: Sequence[frozenset[int]], ops: Collection[int]) -> PerStep:
+    """Return the derivations of `groups`; micro-batches do not run `ops`."""
+    derivations = tuple(_derivation(graph, group, ops) for group in groups)
+    return PerStep(derivations, frozenset(ops))
 
 
 def _with_own_constants(graph: StepGraph, moved: set[int], constant: set[int]) -> set[int]:
@@ -130,7 +172,7 @@ def _with_own_constants(graph: StepGraph, moved: set[int], constant: set[int]) -
     return moved
 
 
-def _derivation(graph: StepGraph, group: frozenset[int], moved: set[int]) -> Derivation:
+def _derivation(graph: StepGraph, group: frozenset[int], moved: Collection[int]) -> Derivation:
     """Return how the values of `group` are computed: all ops needed, parameters read, values that
     leave.
 

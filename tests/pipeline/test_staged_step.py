@@ -35,6 +35,7 @@ from alpa_strategy.ir.stage_graph import slice_stage
 from alpa_strategy.microbatch.transform import microbatch
 from alpa_strategy.options import PlanOptions
 from alpa_strategy.pipeline.build import StageDevices, build_pipeline, stage_randoms
+from alpa_strategy.planner.execution import stage_execution
 from alpa_strategy.planner.pipeline_search import plan_pipeline
 from alpa_strategy.planner.task import PlanTask
 from alpa_strategy.runtime.parameters import ParameterStore
@@ -81,7 +82,10 @@ def random_stage(graph, ops, ranks, rng, remat):
     inner = range(ops[0] + 1, ops[1])
     cutter = python_random.Random(f"{ops}")  # recomputed or not, the plan is the same
     cuts = sorted(cutter.sample(inner, min(len(inner), cutter.randint(0, 5)))) if remat else []
-    return replace(stage, ops=ops, first_device=ranks[0], remat=remat, recompute_splits=tuple(cuts))
+    stage = replace(
+        stage, ops=ops, first_device=ranks[0], remat=remat, recompute_splits=tuple(cuts)
+    )
+    return replace(stage, execution=stage_execution(graph, stage, is_pipelined=True))
 
 
 def same_storage(stages, meshes_of):
@@ -282,14 +286,17 @@ def run_in_half(places, remat):
     leaves = torch.utils._pytree.tree_leaves(mine)
     given = given_values(micro, {}, {}, torch.utils._pytree.tree_leaves(whole))
     results = []
-    for recompute_per_microbatch in (False, True):
-        own = [
-            replace(stage, recompute_per_microbatch=recompute_per_microbatch) for stage in stages
-        ]
+    for casts_per_microbatch in (False, True):
+        planned_stages = stages
+        if casts_per_microbatch:
+            planned_stages = [
+                replace(stage, execution=replace(stage.execution, per_step_ops=()))
+                for stage in stages
+            ]
         run_places = StageDevices(
             meshes, stage_randoms(stages, meshes, seed=0), torch.device("cpu")
         )
-        pipeline = build_pipeline(module, micro, own, "1F1B", run_places, stores)
+        pipeline = build_pipeline(module, micro, planned_stages, "1F1B", run_places, stores)
         values, gradients = pipeline.step([leaves[b.leaf] for b in micro.graph.batch], given)
         results.append((values[micro.graph.loss].item(), [g.tolist() for _, g in gradients]))
         for store in stores.values():
