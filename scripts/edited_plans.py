@@ -36,7 +36,9 @@ from worker_pool import WorkerPool
 from alpa_strategy.schedules import SCHEDULES
 
 SMALL = {"optimizer": "sgd"}
-BASES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
+# A model, its arguments and the strategy's options.
+Base = tuple[str, dict[str, Any], dict[str, Any]]
+BASES: list[Base] = [
     ("gpt", {"vocab_size": 33}, {"parallel": "zero3"}),
     ("gpt", {}, {"parallel": "tensor"}),
     ("gpt", {"tied": False}, {"parallel": "zero2", "logical_mesh": [2, 1]}),
@@ -370,12 +372,12 @@ def edited(
     return plan, ", ".join(done)
 
 
-def base_plans(pool: WorkerPool) -> list[Case]:
+def base_plans(pool: WorkerPool, bases: Sequence[Base] = BASES) -> list[Case]:
     """The planner's plans, each run once: they train right before anything is edited."""
     with tempfile.TemporaryDirectory() as folder:
         cases = [
             Case(str(i), model, 2, options, {**SMALL, **kwargs})
-            for i, (model, kwargs, options) in enumerate(BASES)
+            for i, (model, kwargs, options) in enumerate(bases)
         ]
         outcomes = PlanRuns(Path(folder), pool).outcomes(cases)
     for case, outcome in zip(cases, outcomes, strict=True):

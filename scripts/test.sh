@@ -10,4 +10,4 @@ export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" DS_ACCELERATOR=cpu
 .venv/bin/lint-imports
 .venv/bin/mypy
 .venv/bin/python scripts/check_structure.py
-exec .venv/bin/python -m pytest -n 2 --dist loadfile --durations=50 --durations-min=5 "$@"
+exec .venv/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --durations=50 --durations-min=5 "$@"

@@ -25,7 +25,7 @@ settings.load_profile("alpa")
 # Tests without process groups that take seconds each all the same: scripts/test.sh runs them,
 # test_quick.sh does not.
 NOT_QUICK = {
-    "test_a_broken_contract_fails",
+    "test_broken_contracts_fail",
     "test_damaged_files_are_refused",
     "test_a_loop_over_time_in_two_stages",
     "test_a_loop_over_time_is_priced_at_or_just_above_its_ilp",
@@ -35,7 +35,6 @@ NOT_QUICK = {
     "test_a_representative_part_has_proved_rules",
     "test_a_stage_that_does_not_fit_is_named",
     "test_any_divisor",
-    "test_digest_of_logged_functions_is_the_same_in_every_process",
     "test_equals_brute_force_with_memory_limit",
     "test_every_combination_is_right_on_a_mesh",
     "test_large_experts_are_sharded_and_tokens_are_sent_to_them",
@@ -44,7 +43,6 @@ NOT_QUICK = {
     "test_module_runs_as_a_command",
     "test_plans_are_whole_and_keep_to_the_options",
     "test_runs_are_priced_at_or_just_above_their_ilp",
-    "test_same_digest_in_another_process",
     "test_small_gap_with_tight_memory",
     "test_tables_of_a_mixture_of_experts_stay_small",
     "test_the_code_runs_on_public_names",
@@ -74,6 +72,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         slow = "pool" in names or item.get_closest_marker("slow") or in_slow_folder
         if not slow and item.name.partition("[")[0] not in NOT_QUICK:
             item.add_marker(pytest.mark.quick)
+    _put_long_files_first(items)
+
+
+def _put_long_files_first(items: list[pytest.Item]) -> None:
+    """Put files whose tests are all quick last: then both workers are busy to the end."""
+    long_files = set()
+    for item in items:
+        if not (item.get_closest_marker("quick") or item.get_closest_marker("slow")):
+            long_files.add(item.path)
+    items.sort(key=lambda item: item.path not in long_files)
 
 
 def pytest_collection_finish() -> None:

@@ -58,9 +58,21 @@ def _parts(row: Row, strength: int) -> list[Any]:
 def in_tiers(rows: Iterable[Row], strength: int = 1, times: int = 1) -> list[Any]:
     """Return all rows as parameters of a test; those that `covering` does not choose are slow."""
     rows = [tuple(row) for row in rows]
-    chosen = set(covering(rows, strength, times))
+    return slow_but(rows, covering(rows, strength, times))
+
+
+def slow_but(rows: Iterable[Any], default: Iterable[Any]) -> list[Any]:
+    """Return all rows, or values, as parameters of a test; those that are not in `default` are
+    slow.
+    """
+    rows = list(rows)
+    default = list(default)
+    unknown = [row for row in default if row not in rows]
+    if unknown:
+        raise ValueError(f"{unknown} are none of the rows")
     parameters = []
     for row in rows:
-        marks = () if row in chosen else pytest.mark.slow
-        parameters.append(pytest.param(*row, marks=marks))
+        marks = () if row in default else pytest.mark.slow
+        values = row if isinstance(row, tuple) else (row,)
+        parameters.append(pytest.param(*values, marks=marks))
     return parameters

@@ -13,6 +13,7 @@ from contextlib import suppress
 from functools import partial
 from itertools import starmap
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +21,13 @@ from torch.optim import Optimizer
 
 from alpa_strategy.ir.held_optimizers import optimizers_in, parameters_in
 from alpa_strategy.ir.optimizer_info import Reads
-from alpa_strategy.planner.optimizer_copies import MEMBERS, LeftAlone, periods_of, rebuilt
+from alpa_strategy.planner.optimizer_copies import (
+    MEMBERS,
+    LeftAlone,
+    group_of,
+    periods_of,
+    rebuilt,
+)
 
 _NUM_STEPS = 3
 # An optimizer may do something every few steps (Lookahead, new projections): most steps that tiny
@@ -37,6 +44,11 @@ _RTOL = 1e-12
 _ATOL = 1e-14
 # Likewise for larger parameters, of which more is summed.
 _RTOL_LARGE = 1e-9
+# Attributes of every optimizer that are no settings.
+_NO_SETTINGS = ("defaults", "param_groups", "state", "step")
+# What was found in this process, by class, then by settings and shape: a module that is planned
+# again, as after layers were unfrozen, has mostly the same.
+_results_by_class: WeakKeyDictionary[type, dict[Any, Any]] = WeakKeyDictionary()
 # Returns a fresh optimizer of parameters.
 Make = Callable[[list[nn.Parameter]], Optimizer]
 
@@ -65,16 +77,65 @@ def reads_of(optimizer: Optimizer) -> dict[nn.Parameter, Reads]:
             make = partial(rebuilt, optimizer, parameter)
             kind = kinds[parameter], num_dims
             if kind not in tiny:
-                tiny[kind] = _tried(make, num_dims, num_steps)
+                find = partial(_tried, make, num_dims, num_steps)
+                tiny[kind] = _remembered(optimizer, parameter, num_dims, find)
             reads = tiny[kind]
             shape = shape_like(parameter)
             if reads.free_dims and math.prod(shape) > math.prod(_tiny_shape(num_dims)):
                 if (kind, shape) not in large:
-                    large[kind, shape] = _free_dims(make, shape, reads.free_dims)
+                    find_dims = partial(_free_dims, make, shape, reads.free_dims)
+                    large[kind, shape] = _remembered(optimizer, parameter, shape, find_dims)
                 free_dims = large[kind, shape]
                 reads = Reads(free_dims, num_dims, reads.is_parameter_wise)
             result[parameter] = reads
     return result
+
+
+def _remembered(
+    optimizer: Optimizer, parameter: nn.Parameter, trial: Any, find: Callable[[], Any]
+) -> Any:
+    """Return the result of `find`, or what it was for another optimizer with these settings.
+
+    Args:
+        trial: hashable; decides the result together with the settings.
+    """
+    settings = _settings_text(optimizer, parameter)
+    if settings is None:
+        return find()
+
+    results = _results_by_class.setdefault(type(optimizer), {})
+    key = settings, trial
+    if key not in results:
+        results[key] = find()
+    return results[key]
+
+
+def _settings_text(optimizer: Optimizer, parameter: nn.Parameter) -> str | None:
+    """Return all that copies of an optimizer are made from, but for its class, as a text.
+
+    None if it is more than plain values: a function, another optimizer, a tensor.
+    """
+    members = vars(optimizer)
+    if "defaults" not in members or "param_groups" not in members:
+        return None
+    group = group_of(optimizer, parameter)
+    if group is None:
+        return None
+
+    of_group = {name: value for name, value in group.items() if name not in MEMBERS}
+    attributes: dict[str, Any] = {}
+    for name, value in members.items():
+        if name not in _NO_SETTINGS and not name.startswith("_optimizer_"):
+            attributes[name] = value
+    settings = (of_group, optimizer.defaults, attributes)
+    values = [value for part in settings for value in part.values()]
+    return repr(settings) if all(map(_is_plain, values)) else None
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, tuple):
+        return all(map(_is_plain, value))
+    return value is None or type(value) in (bool, int, float, str)
 
 
 def reads_of_all(optimizers: Iterable[Optimizer]) -> dict[nn.Parameter, Reads]:

@@ -5,8 +5,6 @@ leaves no trace.
 from __future__ import annotations
 
 import copy
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -324,22 +322,14 @@ def test_a_step_that_prints_is_refused_and_prints_nothing(
     assert capsys.readouterr().out == ""
 
 
-def test_same_digest_in_another_process() -> None:
-    code = (
-        "import sys; sys.path.insert(0, 'tests')\n"
-        "from models import Bert; from alpa_strategy.capture.capture import capture_step\n"
-        "g = capture_step(Bert(), Bert().example_batch(4)); print(g.graph_digest,"
-        " g.parameter_digest, g.batch_digest)"
-    )
+def digests_of_bert() -> list[str]:
     graph = capture_step(Bert(), Bert().example_batch(4))
-    env_run = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, check=True
-    )
-    assert env_run.stdout.split() == [
-        graph.graph_digest,
-        graph.parameter_digest,
-        graph.batch_digest,
-    ]
+    return [graph.graph_digest, graph.parameter_digest, graph.batch_digest]
+
+
+def test_same_digest_in_another_process(pool) -> None:
+    """The pool's processes descend from another interpreter."""
+    assert pool.run(1, digests_of_bert, init_group=False) == [digests_of_bert()]
 
 
 def test_large_gpt_is_captured_quickly() -> None:

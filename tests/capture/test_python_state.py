@@ -8,7 +8,6 @@ import gc
 import itertools
 import logging
 import re
-import subprocess
 import sys
 import time
 import types
@@ -271,20 +270,6 @@ def own_mean(values: Tensor) -> Tensor:
     return values.mean()
 
 
-LOGGER = """
-import sys; sys.path[:0] = {path!r}
-import torch
-from functools import partial
-from test_python_state import Logs, own_mean
-from alpa_strategy.capture.capture import capture_step
-from alpa_strategy.capture.python_reads import _watched_classes
-from alpa_strategy.capture.python_state import patched
-functions = ("mean", torch.mean, own_mean, partial(own_mean), max)
-steps = [capture_step(Logs(function), torch.randn(6, 4)) for function in functions]
-print(*[step.graph_digest for step in steps])
-"""
-
-
 class Logs(LightningModule):
     def __init__(self, reduce_fx: Any) -> None:
         super().__init__()
@@ -296,15 +281,16 @@ class Logs(LightningModule):
         return loss
 
 
-def test_digest_of_logged_functions_is_the_same_in_every_process() -> None:
+def digests_of_logged_functions() -> list[str]:
     functions = ("mean", torch.mean, own_mean, partial(own_mean), max)
-    own = [capture_step(Logs(f), torch.randn(6, 4)).graph_digest for f in functions]
+    return [capture_step(Logs(f), torch.randn(6, 4)).graph_digest for f in functions]
+
+
+def test_digest_of_logged_functions_is_the_same_in_every_process(pool) -> None:
+    """The pool's processes descend from another interpreter."""
+    own = digests_of_logged_functions()
     assert len(set(own)) == len(own)
-    code = LOGGER.format(path=[p for p in sys.path if "tests" in p] + [__file__.rpartition("/")[0]])
-    other = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120
-    )
-    assert other.stdout.split() == own
+    assert pool.run(1, digests_of_logged_functions, init_group=False) == [own]
 
 
 def test_lambdas_are_known_by_their_code() -> None:

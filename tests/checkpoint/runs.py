@@ -32,8 +32,10 @@ PIPELINE = {"num_stages": 2, "num_microbatches": 2, "schedule": "1F1B"}
 class Scheduled(GPT):
     """Weight decay for matrices only, and a learning rate that changes every step."""
 
-    def __init__(self, dropout: float = 0.1, schedule: bool = True, **kwargs: Any) -> None:
-        super().__init__(num_layers=2, vocab_size=33, dropout=dropout, **kwargs)
+    def __init__(
+        self, dropout: float = 0.1, schedule: bool = True, num_layers: int = 1, **kwargs: Any
+    ) -> None:
+        super().__init__(num_layers=num_layers, vocab_size=33, dropout=dropout, **kwargs)
         self.schedule = schedule
         self.save_hyperparameters()
 

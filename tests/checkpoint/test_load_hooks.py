@@ -95,14 +95,23 @@ def load(root: str, path: str, options: dict[str, Any] | None) -> dict[str, Any]
 CASES = {"data": {"parallel": "data"}, "zero3": {"parallel": "zero3"}}
 
 
+def save_and_load(pool: Any, folder: Path, options: dict[str, Any] | None) -> dict[str, Any]:
+    """What rank 0 loads, with every change, of what a training under the same options saved."""
+    pool.run(2, train, str(folder / "saved"), options, init_group=False)
+    path = str(folder / "saved" / "data-module.ckpt")
+    return pool.run(2, load, str(folder), path, options, init_group=False)[0]
+
+
+@pytest.fixture(scope="module")
+def under_ddp(pool, tmp_path_factory) -> dict[str, Any]:
+    return save_and_load(pool, tmp_path_factory.mktemp("ddp"), None)
+
+
 @pytest.mark.parametrize("case", CASES)
-def test_hooks_change_what_is_loaded_as_under_ddp(pool, tmp_path: Path, case: str) -> None:
+def test_hooks_change_what_is_loaded_as_under_ddp(
+    pool, tmp_path: Path, under_ddp: dict[str, Any], case: str
+) -> None:
     """The reader of an ordinary file, DDP, and of a directory or a file, ours, of one training."""
-    paths = {}
-    for kind, options in (("ddp", None), ("ours", CASES[case])):
-        pool.run(2, train, str(tmp_path / kind), options, init_group=False)
-        paths[kind] = str(tmp_path / kind / "data-module.ckpt")
-    expected = pool.run(2, load, str(tmp_path), paths["ddp"], None, init_group=False)[0]
-    result = pool.run(2, load, str(tmp_path), paths["ours"], CASES[case], init_group=False)[0]
+    result = save_and_load(pool, tmp_path, CASES[case])
     for name in CHANGES:
-        torch.testing.assert_close(result[name], expected[name], rtol=1e-9, atol=1e-9, msg=name)
+        torch.testing.assert_close(result[name], under_ddp[name], rtol=1e-9, atol=1e-9, msg=name)

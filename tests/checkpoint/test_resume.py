@@ -21,6 +21,7 @@ from checkpoint.runs import (
     make_loader,
     make_model,
 )
+from covering import slow_but
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 
@@ -69,21 +70,19 @@ def resume_at_ends_of_epochs(root: str, options: dict[str, Any]) -> bool:
     return True
 
 
-# Where an epoch ends no layout is another: one run of each kind, of one stage and of several.
-@pytest.mark.parametrize(
-    "case", ["zero3", pytest.param("tensor", marks=pytest.mark.slow), "pipeline"]
-)
+# Where an epoch ends no layout is another. The chain below is a pipeline's.
+@pytest.mark.parametrize("case", slow_but(CASES, ("zero3",)))
 def test_resumed_where_epochs_end(pool, tmp_path: Path, case: str) -> None:
     assert pool.run(2, resume_at_ends_of_epochs, str(tmp_path), CASES[case]) == [True, True]
 
 
-def resume_in_a_chain(root: str, options: dict[str, Any]) -> bool:
+def resume_in_a_chain(root: str, options: dict[str, Any], ends: tuple[int, ...]) -> bool:
     """Go on from what a resumed training saved, in the middle and at the end of epochs, again and
     again.
     """
-    _, _, expected = fit(f"{root}/undisturbed", options, 2, 13)
+    _, _, expected = fit(f"{root}/undisturbed", options, 2, ends[-1])
     path = None
-    for end in (3, 4, 5, 7, 8, 9, 10, 12, 13):
+    for end in ends:
         _, _, steps = fit(
             root, options, 2, end, ckpt_path=path, callbacks=[Keep(f"{root}/kept", 1)]
         )
@@ -92,8 +91,17 @@ def resume_in_a_chain(root: str, options: dict[str, Any]) -> bool:
     return True
 
 
-def test_a_chain_of_resumptions(pool, tmp_path: Path) -> None:
-    assert pool.run(2, resume_in_a_chain, str(tmp_path), PIPELINE) == [True, True]
+# In the middle of an epoch, at its end, and after the first batch of the next.
+@pytest.mark.parametrize(
+    "ends",
+    [
+        (3, 4, 5, 8),
+        pytest.param((3, 4, 5, 7, 8, 9, 10, 12, 13), marks=pytest.mark.slow),
+    ],
+    ids=["two epochs", "many"],
+)
+def test_a_chain_of_resumptions(pool, tmp_path: Path, ends: tuple[int, ...]) -> None:
+    assert pool.run(2, resume_in_a_chain, str(tmp_path), PIPELINE, ends) == [True, True]
 
 
 def resume_as_the_other_kind(root: str, kinds: tuple[str, str]) -> bool:
@@ -171,7 +179,7 @@ def resume_at_another_length(root: str, options: dict[str, Any]) -> bool:
     return True
 
 
-@pytest.mark.parametrize("case", ["tensor", "pipeline"])
+@pytest.mark.parametrize("case", slow_but(("tensor", "pipeline"), ("pipeline",)))
 def test_resumed_under_the_same_plan_at_a_batch_of_another_length(
     pool, tmp_path: Path, case: str
 ) -> None:

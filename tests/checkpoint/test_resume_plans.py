@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 import lightning.pytorch as pl
+import pytest
 import torch
 from checkpoint.runs import Keep, Recorder, checkpoint_at, make_model
 from equality.harness import Rows
@@ -114,9 +115,19 @@ def resume(root: str, places: dict[str, Any]) -> dict[str, bool]:
     return same
 
 
-def test_a_run_resumed_elsewhere_goes_on_bit_by_bit(pool, tmp_path) -> None:
-    per_rank = pool.run(2, resume, str(tmp_path), PLACES, timeout=400)
-    assert per_rank == [dict.fromkeys(PLACES, True)] * 2
+# Moments of epochs are in test_resume.py.
+QUICK_PLACES = ("same root", "other root", "planned for before", "a short batch next", "twice")
+
+
+@pytest.mark.parametrize(
+    "names",
+    [QUICK_PLACES, pytest.param(tuple(PLACES), marks=pytest.mark.slow)],
+    ids=["some", "all"],
+)
+def test_a_run_resumed_elsewhere_goes_on_bit_by_bit(pool, tmp_path, names) -> None:
+    places = {name: PLACES[name] for name in names}
+    per_rank = pool.run(2, resume, str(tmp_path), places, timeout=400)
+    assert per_rank == [dict.fromkeys(names, True)] * 2
 
 
 # What the user requests on resumption, and the part of the fingerprint that the note names.
@@ -148,9 +159,18 @@ def resume_with(root: str, wishes: dict[str, Any]) -> dict[str, tuple[set[str], 
     return results
 
 
-def test_what_the_user_asks_for_goes_first(pool, tmp_path) -> None:
-    result = pool.run(2, resume_with, str(tmp_path), WISHES, timeout=400)[0]
-    for name, (_, part) in WISHES.items():
+QUICK_WISHES = ("parallel", "memory_limit", "cluster", "logical_mesh")
+
+
+@pytest.mark.parametrize(
+    "names",
+    [QUICK_WISHES, pytest.param(tuple(WISHES), marks=pytest.mark.slow)],
+    ids=["some", "all"],
+)
+def test_what_the_user_asks_for_goes_first(pool, tmp_path, names) -> None:
+    wishes = {name: WISHES[name] for name in names}
+    result = pool.run(2, resume_with, str(tmp_path), wishes, timeout=400)[0]
+    for name, (_, part) in wishes.items():
         notes = [note for note in result[name][1] if "last bits" in note]
         assert any(part in note for note in notes), (name, result)
     assert result["parallel"][0] <= {"(R*,)", "(R,)"}, result

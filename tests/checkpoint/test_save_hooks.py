@@ -14,6 +14,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 import torch.nn.functional as F
+from covering import slow_but
 from quiet import QUIET
 from torch import nn
 from torch.utils import _pytree as pytree
@@ -229,13 +230,18 @@ CASES = {
 }
 
 
+# One whole file and a directory, written now and in the background, by one rank and by each, of
+# captured steps and of eager ones.
+QUICK = ("data", "uncaptured zero3", "single zero3", "background zero3")
+
+
 @pytest.fixture(scope="module")
 def under_ddp(pool, tmp_path_factory) -> tuple[Path, dict[str, Any]]:
     root = tmp_path_factory.mktemp("ddp")
     return root, pool.run(2, train, str(root), None, init_group=False)[0]
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", slow_but(CASES, QUICK))
 def test_hooks_compute_as_under_ddp(pool, tmp_path: Path, under_ddp: Any, case: str) -> None:
     folder, weights = under_ddp
     per_rank = pool.run(2, train, str(tmp_path), CASES[case], init_group=False)

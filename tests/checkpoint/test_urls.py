@@ -27,6 +27,7 @@ from checkpoint.runs import (
     make_trainer,
     whole_state,
 )
+from covering import slow_but
 from lightning.pytorch.callbacks import ModelCheckpoint
 from quiet import QUIET
 from worker_pool import WorkerError
@@ -102,7 +103,8 @@ def staged(root: str) -> list[str]:
     return sorted(os.listdir(folder)) if folder.exists() else []
 
 
-@pytest.mark.parametrize("plan", PLANS)
+# A pipeline is below; one whole file is what `single` writes.
+@pytest.mark.parametrize("plan", slow_but(PLANS, ("zero3", "single")))
 def test_a_run_is_saved_and_resumed_bit_for_bit(pool, tmp_path: Path, plan: str) -> None:
     result = pool.run(2, save_and_resume, str(tmp_path), PLANS[plan], timeout=300)[0]
     assert [name for name in result["kept"] if name != ".alpa"] == ["last.ckpt", "step=4.ckpt"]
@@ -122,7 +124,7 @@ def train_on_nodes(root: str, options: dict[str, Any], steps: int, resumes: bool
     return recorded, left
 
 
-@pytest.mark.parametrize("plan", ["zero3", "pipeline"])
+@pytest.mark.parametrize("plan", slow_but(("zero3", "pipeline"), ("pipeline",)))
 def test_nodes_need_no_shared_folder(pool, tmp_path: Path, plan: str) -> None:
     root, options = str(tmp_path), PLANS[plan]
     expected, _ = pool.run(2, train_on_nodes, f"{root}/once", options, 6, False, timeout=200)[0]
@@ -206,6 +208,10 @@ KILLED_AT = {
 }
 
 
+# By default one moment of each kind: within shards, and within either pointer.
+QUICK = ("second shards", "pointer", "last, its pointer")
+
+
 @pytest.fixture(scope="module")
 def state_of_undisturbed(pool, tmp_path_factory) -> Any:
     """The state after a training that nothing has killed."""
@@ -213,7 +219,7 @@ def state_of_undisturbed(pool, tmp_path_factory) -> Any:
     return pool.run(2, undisturbed, root, timeout=200)[0]
 
 
-@pytest.mark.parametrize("moment", KILLED_AT)
+@pytest.mark.parametrize("moment", slow_but(KILLED_AT, QUICK))
 def test_after_kill_9_the_last_complete_checkpoint_is_read(
     pool, tmp_path: Path, state_of_undisturbed: Any, moment: str
 ) -> None:

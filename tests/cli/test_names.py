@@ -192,7 +192,7 @@ def tags_of(page: str) -> set[str]:
 ANY = st.text(st.characters() | st.sampled_from("[]/:\\<>&;\x1b\n.0"), max_size=60)
 
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=30)
 @given(ANY)
 def test_random_names(name):
     plan = plan_of(name)
@@ -203,7 +203,7 @@ def test_random_names(name):
     assert tags_of(plan_page(plan)) == PAGE_TAGS
 
 
-@settings(deadline=None, max_examples=50)
+@settings(deadline=None, max_examples=25)
 @given(ANY)
 def test_random_names_in_progress_and_errors(name):
     file = io.StringIO()

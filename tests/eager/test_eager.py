@@ -154,26 +154,17 @@ IN_SHARDS = sorted(
 
 
 # These programs step, freeze, look or begin at other moments than most, or have gradients of other
-# kinds.
+# kinds. Others of them are recomputed below.
 AT_OTHER_MOMENTS = {
-    *(
-        "LooksAtItsWeights",
-        "FreezesInItsStep",
-        "RankDependent",
-        "Normalized",
-        "Recurrent",
-        "Gan",
-        "AccumulatesByHand",
-    ),
-    *(
-        "SeveralBackwards",
-        "ClipsByHand",
-        "TwoKindsOfOptimizer",
-        "MuonAndAdamW",
-        "CapturableAtFirst",
-        "AveragesWeights",
-    ),
-    *("SparseTablesBySgd", "SetsItsGradients"),
+    "LooksAtItsWeights",
+    "FreezesInItsStep",
+    "AccumulatesByHand",
+    "ClipsByHand",
+    "TwoKindsOfOptimizer",
+    "MuonAndAdamW",
+    "AveragesWeights",
+    "SparseTablesBySgd",
+    "SetsItsGradients",
 }
 # Each program is run once by default, those above twice, in turn with whole parameters and in
 # shards of either kind.

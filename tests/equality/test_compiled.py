@@ -13,6 +13,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+from covering import slow_but
 from equality.harness import assert_same, record
 from models import MLP
 from quiet import QUIET
@@ -94,14 +95,8 @@ def compiled_runs(pool, tmp_path, model, ranks, plan, backend, precision="64-tru
     return [(said, graphs) for _, said, graphs in runs]
 
 
-def plans(*default):
-    """All plans; those that are not named run in the slow tier."""
-    for plan in PLANS:
-        yield pytest.param(plan, marks=() if plan in default else pytest.mark.slow)
-
-
-# Sharded parameters, sharded ops, and a pipeline that recomputes: the others have less of these.
-@pytest.mark.parametrize("plan", plans("zero3", "tensor", "recomputed"))
+# Sharded parameters, and a pipeline that recomputes: the others have less of these.
+@pytest.mark.parametrize("plan", slow_but(PLANS, ("zero3", "recomputed")))
 def test_blocks_are_compiled_once_and_change_nothing(pool, tmp_path, plan):
     for said, graphs in compiled_runs(pool, tmp_path, "gpt", 2, PLANS[plan], "aot_eager"):
         assert said == []

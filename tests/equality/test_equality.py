@@ -7,7 +7,7 @@ from __future__ import annotations
 from itertools import product
 
 import pytest
-from covering import in_tiers
+from covering import in_tiers, slow_but
 from equality.harness import assert_same, record
 
 PLANS = {
@@ -73,9 +73,7 @@ def cases():
     yield from product(MODELS, (*PLANS_2D, *PLANS), ("adamw",), (4,))
 
 
-@pytest.mark.parametrize(
-    ("model", "plan", "optimizer", "world_size"), in_tiers(cases(), strength=2)
-)
+@pytest.mark.parametrize(("model", "plan", "optimizer", "world_size"), in_tiers(cases(), times=2))
 def test_several_ranks(pool, reference, tmp_path, model, plan, optimizer, world_size):
     strategy = {**PLANS, **PLANS_2D}[plan]
     run = run_case(pool, reference, tmp_path, model, optimizer, world_size, strategy)
@@ -85,6 +83,6 @@ def test_several_ranks(pool, reference, tmp_path, model, plan, optimizer, world_
         assert any(m[0].startswith("G") for m in run["modes"].values())
 
 
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", slow_but(MODELS, ("gpt", "convnet")))
 def test_one_rank(pool, reference, tmp_path, model):
     run_case(pool, reference, tmp_path, model, "adamw", 1, {})

@@ -123,12 +123,16 @@ def train_compiled(*args: Any) -> tuple[dict[str, Any], list[str]]:
     ]
 
 
-def test_float8_products_are_compiled(pool, tmp_path):
+# Inductor writes and compiles C++.
+@pytest.mark.parametrize(
+    "compile", [{"backend": "aot_eager"}, pytest.param(True, marks=pytest.mark.slow)], ids=str
+)
+def test_float8_products_are_compiled(pool, tmp_path, compile):
     """With the ops around them, forward and backward: their casts are to fuse."""
     options = {"cluster": "pcie_8gpu", "plan_dir": str(tmp_path / "plans"), "parallel": "data"}
     plain = pool.run(2, train, "tensorwise", options, 2, str(tmp_path))
     compiled = pool.run(
-        2, train_compiled, "tensorwise", {**options, "compile": True}, 2, str(tmp_path)
+        2, train_compiled, "tensorwise", {**options, "compile": compile}, 2, str(tmp_path)
     )
     for (run, said), own in zip(compiled, plain, strict=True):
         assert said == []

@@ -11,7 +11,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from covering import in_tiers
+from covering import in_tiers, slow_but
 from equality.programs import MORE_PROGRAMS, PROGRAMS
 from quiet import QUIET
 from torch.utils import _pytree as pytree
@@ -132,7 +132,7 @@ def assert_same(run: dict[str, Any], reference: dict[str, Any], rank: int) -> No
             torch.testing.assert_close(run["state"][name], expected, **close)
 
 
-@pytest.mark.parametrize(("name", "plan"), in_tiers(product(PROGRAMS, PLANS), times=2))
+@pytest.mark.parametrize(("name", "plan"), in_tiers(product(PROGRAMS, PLANS)))
 def test_two_ranks(pool, under_ddp, tmp_path, name, plan):
     strategy = {**PLANS[plan], "cluster": "pcie_8gpu", "plan_dir": str(tmp_path)}
     runs = pool.run(2, train, name, strategy, str(tmp_path))
@@ -153,7 +153,8 @@ def test_accumulated_batches(pool, under_ddp, tmp_path, name, plan):
         assert_same(run, reference, rank)
 
 
-@pytest.mark.parametrize("name", PROGRAMS)
+# Statistics, pairs and loads of all samples; the others are on two ranks.
+@pytest.mark.parametrize("name", slow_but(PROGRAMS, ("BatchNorms", "Contrastive", "LoadBalancing")))
 def test_four_ranks(pool, under_ddp, tmp_path, name):
     strategy = {
         **FOUR_RANK_PLANS["data x tensor"],

@@ -33,25 +33,31 @@ def reference(pool):
     return get
 
 
+# Each of their parts is in a case that runs by default.
+SLOW_CASES = [
+    ("recipe_moe", {"dropless": True}, 2, {}),
+    ("recipe_moe", {}, 4, {**EXPERT_PARALLEL, "logical_mesh": (4,)}),
+    ("recipe_moe", {}, 2, {"num_stages": 2, "num_microbatches": 2}),
+    ("recipe_moe", {"num_layers": 4}, 4, {"num_stages": 2, "num_microbatches": 2}),
+    ("recipe_wide_resnet", {}, 2, {}),
+    ("recipe_clip", {}, 2, {"parallel": "zero3"}),
+    ("recipe_clip", {}, 2, {"num_stages": 2}),
+]
+
+
 @pytest.mark.parametrize(
     ("model", "kwargs", "world_size", "options"),
     [
         ("recipe_moe", {}, 2, {}),
         ("recipe_moe", {}, 2, EXPERT_PARALLEL),
         ("recipe_moe", {}, 2, {"parallel": "zero3"}),
-        ("recipe_moe", {"dropless": True}, 2, {}),
-        ("recipe_moe", {}, 4, {**EXPERT_PARALLEL, "logical_mesh": (4,)}),
-        ("recipe_moe", {}, 2, {"num_stages": 2, "num_microbatches": 2}),
         ("recipe_moe", {"dropless": True}, 2, {"num_stages": 2, "num_microbatches": 2}),
-        ("recipe_moe", {"num_layers": 4}, 4, {"num_stages": 2, "num_microbatches": 2}),
-        ("recipe_wide_resnet", {}, 2, {}),
         ("recipe_wide_resnet", {}, 2, {"parallel": "tensor"}),
         ("recipe_wide_resnet", {}, 4, {"logical_mesh": (2, 2)}),
         # All pairs of all ranks: one step sees them, or ranks gather features as under DDP.
         ("recipe_clip", {}, 2, {"parallel": "tensor"}),
         ("recipe_clip", {"gather": True}, 2, {"batch_scope": "auto"}),
-        pytest.param("recipe_clip", {}, 2, {"parallel": "zero3"}, marks=pytest.mark.slow),
-        pytest.param("recipe_clip", {}, 2, {"num_stages": 2}, marks=pytest.mark.slow),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW_CASES),
     ],
 )
 def test_equals_one_process(pool, reference, tmp_path, model, kwargs, world_size, options):

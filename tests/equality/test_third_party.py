@@ -24,28 +24,19 @@ PLANS_OF_FOUR = {
     "experts": {"placements": {"*experts*": "R* S0"}, "logical_mesh": (2, 2)},
 }
 QUICK = [
-    *[
-        ("gpt2", "solved"),
-        ("llama", "tensor"),
-        ("bert", "pipelined"),
-        ("t5", "solved"),
-        ("vit", "zero3"),
-    ],
-    ("bart", "zero3"),
-    *[
-        ("mixtral_float64", "experts"),
-        ("qwen_moe_float64", "pipelined"),
-        ("lstm", "data"),
-        ("gru", "pipelined"),
-    ],
-    *[
-        ("resnet", "data"),
-        ("unet", "tensor"),
-        ("custom_ops", "data"),
-        ("custom_ops", "solved"),
-        ("indices", "data"),
-    ],
-    *[("bags", "zero3"), ("scan", "tensor")],
+    ("gpt2", "solved"),
+    ("llama", "tensor"),
+    ("bert", "pipelined"),
+    ("t5", "solved"),
+    ("vit", "zero3"),
+    ("mixtral_float64", "experts"),
+    ("gru", "pipelined"),
+    ("resnet", "data"),
+    ("unet", "tensor"),
+    ("custom_ops", "solved"),
+    ("indices", "data"),
+    ("bags", "zero3"),
+    ("scan", "tensor"),
 ]
 
 

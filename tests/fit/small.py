@@ -13,7 +13,7 @@ LLAMA = {
     "vocab_size": 1024,
     "hidden_size": 256,
     "intermediate_size": 512,
-    "num_hidden_layers": 4,
+    "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "max_position_embeddings": 512,

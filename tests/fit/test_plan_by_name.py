@@ -72,10 +72,11 @@ def test_parts_of_memory_sum_to_the_peak(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = write_config(tmp_path / "tiny")
-    pinned = ["plan.num_stages=2", "plan.num_microbatches=4"]
-    for number, more in enumerate(([], pinned, [*pinned, "plan.remat=true"])):
+    two = "cluster.devices_per_node=2"
+    pinned = ["plan.num_stages=2", "plan.num_microbatches=4", "plan.remat=true"]
+    for number, more in enumerate(([], pinned)):
         file = tmp_path / f"{number}.json"
-        code, out = run(capsys, f"hf:{folder}", *SMALL, *more, "-o", str(file))
+        code, out = run(capsys, f"hf:{folder}", *SMALL, two, *more, "-o", str(file))
         assert code == 0, out
         for stage in Plan.load(file).stages:
             assert set(stage.predicted.memory) == set(MEMORY_PARTS)
@@ -88,8 +89,9 @@ def test_lora_trains_adapters_alone(tmp_path: Path, capsys: pytest.CaptureFixtur
     folder = write_config(tmp_path / "tiny")
     full = tmp_path / "full.json"
     adapted = tmp_path / "lora.json"
-    assert run(capsys, f"hf:{folder}", *SMALL, "-o", str(full))[0] == 0
-    code, out = run(capsys, f"hf:{folder}", *SMALL, "--lora", "4", "-o", str(adapted))
+    small = [*SMALL, "cluster.devices_per_node=2"]
+    assert run(capsys, f"hf:{folder}", *small, "-o", str(full))[0] == 0
+    code, out = run(capsys, f"hf:{folder}", *small, "--lora", "4", "-o", str(adapted))
     assert code == 0, out
     assert "trained" in out
     states = [Plan.load(file).stages[0].predicted.memory["state"] for file in (full, adapted)]

@@ -28,7 +28,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"
     [
         ("lora", {"parallel": "zero3"}),
         ("dora", {"parallel": "zero3", "capture": "never"}),
-        ("lora", {"num_stages": 2}),
+        pytest.param("lora", {"num_stages": 2}, marks=pytest.mark.slow),
     ],
 )
 def test_adapters_around_a_frozen_base(pool, tmp_path, kind, options):

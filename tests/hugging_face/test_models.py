@@ -13,6 +13,7 @@ import torch
 
 pytest.importorskip("transformers")
 
+from covering import slow_but
 from hugging_face.finetune import assert_losses, record
 from hugging_face.tiny_models import MODELS, WITH_EXPERTS
 
@@ -29,8 +30,13 @@ PLANS_OF_FOUR = {
     "data x tensor": {"parallel": ("data", "tensor"), "logical_mesh": (2, 2)},
     "experts": {"placements": {"*experts*": "R* S0"}, "logical_mesh": (2, 2)},
 }
-QUICK = [("llama", "zero3"), ("mixtral", "experts"), ("gpt2", "stages"), ("llama_tied", "tensor")]
-QUICK += [("t5", "eager zero3")]
+# Adapters (test_adapters.py) are around a Llama under zero3.
+QUICK = [
+    ("mixtral", "experts"),
+    ("gpt2", "stages"),
+    ("llama_tied", "tensor"),
+    ("t5", "eager zero3"),
+]
 
 
 def cases(plans: dict[str, dict[str, Any]]) -> list[tuple[str, str]]:
@@ -118,7 +124,7 @@ def test_files_to_files(pool, reference, tmp_path, name, plan):
     check(pool, reference, tmp_path, name, 2, PLANS[plan])
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("dtype", slow_but((torch.bfloat16, torch.float32), (torch.float32,)))
 def test_parameters_have_the_precision_of_the_trainer(pool, reference, tmp_path, dtype):
     """Whether the library casts the weights or the Trainer does."""
     path, _ = reference("mixtral", 2)

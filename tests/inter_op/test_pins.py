@@ -289,10 +289,10 @@ def places_of(found):
         ),
         (
             {
-                "device_map": {"wte.*": "0-7", "head.*": "8-15"},
-                "cluster": {"num_nodes": 2, "devices_per_node": 8},
+                "device_map": {"wte.*": "0-1", "head.*": "2-3"},
+                "cluster": {"num_nodes": 2, "devices_per_node": 2},
             },
-            ["0-7", "8-15"],
+            ["0-1", "2-3"],
         ),
     ],
 )

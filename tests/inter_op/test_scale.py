@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from covering import in_tiers
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from models import MODELS
@@ -65,13 +66,10 @@ def regular_options(num_devices: int, count: int):
                 )
 
 
-@pytest.mark.parametrize(("name", "sizes", "cluster", "nodes"), PAIRS)
-@pytest.mark.parametrize(
-    "limit", [128, 2], ids=["every size", "sizes around the best regular plan's"]
-)
-def test_no_regular_plan_is_better_and_none_is_below_the_bound(
-    name, sizes, cluster, nodes, limit, monkeypatch
-):
+# Every size of mesh (128), and those around the best regular plan's (2).
+@pytest.mark.parametrize(("pair", "limit"), in_tiers(product(range(len(PAIRS)), (128, 2))))
+def test_no_regular_plan_is_better_and_none_is_below_the_bound(pair, limit, monkeypatch):
+    name, sizes, cluster, nodes = PAIRS[pair]
     monkeypatch.setattr(candidates, "EVERY_SIZE", limit)
     step = step_of(name, sizes)
     devices = ClusterSpec.load(cluster, {"num_nodes": nodes[0], "devices_per_node": nodes[1]})

@@ -8,9 +8,11 @@ import gc
 import linecache
 import random as python_random
 from dataclasses import replace
+from itertools import product
 
 import numpy as np
 import pytest
+from covering import in_tiers
 from lowered_cases import (
     CASES,
     captured,
@@ -24,8 +26,7 @@ from alpa_strategy.capture.products import product_of
 from alpa_strategy.lower.lines import function_of
 
 
-@pytest.mark.parametrize("mesh_shape", [(2,), (4,), (2, 2)], ids=str)
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(("name", "mesh_shape"), in_tiers(product(CASES, ((2,), (4,), (2, 2)))))
 def test_random_plans_equal_the_whole_step(name, mesh_shape):
     case = captured(name, int(np.prod(mesh_shape)))
     intra = problem_of(name, mesh_shape)

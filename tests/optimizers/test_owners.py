@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
 import pytest
+from covering import in_tiers
 from equality.harness import assert_same, record_model
 from optimizers.matrix_optimizers import OPTIMIZERS, PLANS, with_optimizer
 from recipe_models import MODELS
@@ -42,12 +44,17 @@ def one_device(pool):
 EXPERTS = {"placements": {"blocks.*.mlp.fc": "S0", "blocks.*.mlp.proj": "S0"}}
 
 
-@pytest.mark.parametrize("plan", [*PLANS, *PLANS_OF_FOUR, "experts"])
-@pytest.mark.parametrize("model", ["recipe_moe", "recipe_wide_resnet"])
+@pytest.mark.parametrize(
+    ("model", "plan"),
+    in_tiers(
+        [
+            *product(("recipe_moe", "recipe_wide_resnet"), (*PLANS, *PLANS_OF_FOUR)),
+            ("recipe_moe", "experts"),
+        ]
+    ),
+)
 def test_muon_with_adam(pool, one_device, tmp_path, model: str, plan: str) -> None:
     """GPT is below. Experts are a batch of matrices."""
-    if plan == "experts" and model != "recipe_moe":
-        pytest.skip("no experts")
     options = {**PLANS, **PLANS_OF_FOUR, "experts": EXPERTS}[plan]
     # BatchNorm's statistics are those of a micro-batch.
     if model == "recipe_wide_resnet" and "num_microbatches" in options:
@@ -103,8 +110,7 @@ def test_adafactor_amplifies_rounding_of_a_gradient_that_is_zero(pool) -> None:
     assert 1e-9 < largest < 1e-7
 
 
-@pytest.mark.parametrize("plan", PLANS)
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize(("optimizer", "plan"), in_tiers(product(OPTIMIZERS, PLANS), times=2))
 def test_two_ranks(pool, one_device, tmp_path, optimizer: str, plan: str) -> None:
     strategy = {**PLANS[plan], "cluster": "pcie_8gpu", "plan_dir": str(tmp_path)}
     model = model_for(optimizer)
@@ -114,8 +120,9 @@ def test_two_ranks(pool, one_device, tmp_path, optimizer: str, plan: str) -> Non
             assert any(modes.startswith("S") for modes in run["modes"].values())
 
 
-@pytest.mark.parametrize("plan", PLANS_OF_FOUR)
-@pytest.mark.parametrize("optimizer", ["muon", "shampoo"])
+@pytest.mark.parametrize(
+    ("optimizer", "plan"), in_tiers(product(("muon", "shampoo"), PLANS_OF_FOUR))
+)
 def test_four_ranks(pool, one_device, tmp_path, optimizer: str, plan: str) -> None:
     strategy = {**PLANS_OF_FOUR[plan], "cluster": "pcie_8gpu", "plan_dir": str(tmp_path)}
     for run in pool.run(4, train, "gpt", optimizer, strategy, 4):

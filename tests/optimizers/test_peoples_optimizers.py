@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-import itertools
+from itertools import product
 from typing import Any
 
 import pytest
+from covering import covering
 from equality.harness import assert_same, record_model
 from optimizers.matrix_optimizers import PLANS, with_optimizer
 from optimizers.peoples_optimizers import PEOPLES_OPTIMIZERS
 from recipe_models import MODELS
 
-# The others are slow.
+# Each with one of these plans, in turn; the others are slow.
 QUICK_PLANS = ("zero3", "stages")
+QUICK = covering(product(PEOPLES_OPTIMIZERS, QUICK_PLANS))
 CASES = []
-for case in itertools.product(PEOPLES_OPTIMIZERS, PLANS):
-    marks = () if case[1] in QUICK_PLANS else (pytest.mark.slow,)
+for case in product(PEOPLES_OPTIMIZERS, PLANS):
+    marks = () if case in QUICK else (pytest.mark.slow,)
     CASES.append(pytest.param(*case, marks=marks, id="-".join(case)))
 
 

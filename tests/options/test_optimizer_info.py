@@ -307,3 +307,28 @@ class Counting(torch.optim.Optimizer):
             for p in group["params"]:
                 if p.grad is not None:
                     p -= group["lr"] / self.num_steps * p.grad
+
+
+class Counted(torch.optim.SGD):
+    """Counts its steps and those of its copies."""
+
+    num_steps = 0
+
+    def step(self, closure=None):
+        Counted.num_steps += 1
+        return super().step(closure)
+
+
+def test_settings_that_were_tried_are_not_tried_again():
+    """But for other settings, and for settings that are more than plain values."""
+
+    def steps_of_a_trial(**settings) -> int:
+        before = Counted.num_steps
+        reads_of(Counted([torch.nn.Parameter(torch.zeros(4, 6))], **settings))
+        return Counted.num_steps - before
+
+    assert steps_of_a_trial(lr=0.1) > 0
+    assert steps_of_a_trial(lr=0.1) == 0
+    assert steps_of_a_trial(lr=0.1, momentum=0.9) > 0
+    assert steps_of_a_trial(lr=torch.tensor(0.1)) > 0
+    assert steps_of_a_trial(lr=torch.tensor(0.1)) > 0

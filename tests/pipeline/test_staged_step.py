@@ -10,11 +10,13 @@ import random as python_random
 import weakref
 from collections import Counter
 from dataclasses import replace
+from itertools import product
 
 import pipeline_models_crossing  # noqa: F401  (more MODELS)
 import pytest
 import torch
 import torch.distributed as dist
+from covering import in_tiers, slow_but
 from models import MODELS
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -233,24 +235,25 @@ def run_with_dropout(places, schedule, remat):
     return losses, [g.tolist() for _, g in gradients]
 
 
-@pytest.mark.parametrize("seed", range(2))
-@pytest.mark.parametrize("places", [((0, 1), (2,)), ((0,), (1, 2))], ids=str)
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    ("name", "places", "seed"),
+    in_tiers(product(CASES, (((0, 1), (2,)), ((0,), (1, 2))), range(2)), times=2),
+)
 def test_models_on_unequal_stages(pool, name, places, seed):
     pool.run(3, run_model, name, places, "1F1B" if seed else "GPipe", 2, seed)
 
 
-@pytest.mark.parametrize("remat", [False, True], ids=["", "remat"])
-@pytest.mark.parametrize(
-    "schedule", ["LoopedBFS", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble"]
-)
+SCHEDULES = ("LoopedBFS", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble")
+
+
+@pytest.mark.parametrize(("schedule", "remat"), in_tiers(product(SCHEDULES, (False, True))))
 def test_gpt_under_every_schedule(pool, schedule, remat):
     meshes = ((0, 1), (2,))
     places = (*meshes, *(reversed(meshes) if schedule == "ZBVZeroBubble" else meshes))
     pool.run(3, run_model, "gpt", places, schedule, 4, 0, remat)
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", slow_but(range(3), (0,)))
 def test_recomputation_on_several_devices(pool, seed):
     """Devices of a stage save different tensors and compute different gradients: they still
     recompute together.
@@ -426,8 +429,9 @@ def test_the_planners_stages(pool, num_ranks, options):
     assert len(places) == options["num_stages"]
 
 
-@pytest.mark.parametrize("schedule", ["GPipe", "1F1B"])
-@pytest.mark.parametrize("name", ["gpt", "convnet"])
+@pytest.mark.parametrize(
+    ("name", "schedule"), in_tiers(product(("gpt", "convnet"), ("GPipe", "1F1B")))
+)
 def test_micro_batches_without_a_pipeline(pool, name, schedule):
     pool.run(2, run_model, name, ((0, 1),), schedule, 2, 0)
 

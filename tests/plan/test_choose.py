@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from covering import slow_but
 from models import MODELS
 
 from alpa_strategy.capture.capture import capture_step
@@ -142,7 +143,9 @@ def on_one_device(model: str, rows: int, share: float, **options):
     )
 
 
-@pytest.mark.parametrize("options", [{}, {"num_stages": 1}, {"parallel": "data"}], ids=str)
+@pytest.mark.parametrize(
+    "options", slow_but(({}, {"num_stages": 1}, {"parallel": "data"}), ({},)), ids=str
+)
 def test_micro_batches_only_if_the_batch_does_not_fit(options):
     pinned = on_one_device("gpt", 256, 0.2, remat=True, **options)
     solved = on_one_device("gpt", 256, 0.2, **options)
@@ -150,7 +153,9 @@ def test_micro_batches_only_if_the_batch_does_not_fit(options):
     assert solved.predicted.step_seconds <= 1.001 * pinned.predicted.step_seconds
 
 
-@pytest.mark.parametrize("options", [{}, {"num_stages": 1}, {"remat": True}], ids=str)
+@pytest.mark.parametrize(
+    "options", slow_but(({}, {"num_stages": 1}, {"remat": True}), ({},)), ids=str
+)
 def test_little_memory_does_not_require_micro_batch_statistics(options):
     with pytest.raises(DoesNotFitError):
         on_one_device("convnet", 256, 0.2, **options)

@@ -14,6 +14,7 @@ import torch
 pytest.importorskip("transformers")
 pytest.importorskip("peft")
 
+from covering import slow_but
 from hugging_face.tiny_models import MODELS
 from quiet import QUIET
 
@@ -103,7 +104,7 @@ def test_packed_sequences_and_masks(tmp_path):
     assert targets.flatten()[:15].tolist() == expected[1:]
 
 
-@pytest.mark.parametrize("devices", [1, 2])
+@pytest.mark.parametrize("devices", slow_but((1, 2), (2,)))
 def test_fine_tuning_writes_adapters(pool, tmp_path, devices):
     import peft
     import transformers

@@ -44,12 +44,12 @@ def train(recipe: str, overrides: list[str], plan_dir: str) -> list[float]:
 SHORT = ["model.num_layers=2", "trainer.max_steps=25", "data.batch_size=4"]
 CASES = [
     ("moe_tiny", 2, SHORT, 1.5),
-    ("wide_resnet_tiny", 2, ["trainer.max_steps=40"], 1.2),
-    ("deepseek_tiny", 2, SHORT, 1.5),
     ("vit_tiny", 2, ["trainer.max_steps=40"], 0.3),
-    ("ddpm_tiny", 2, ["trainer.max_steps=15"], 0.3),
 ]
 LONG = [
+    ("wide_resnet_tiny", 2, ["trainer.max_steps=40"], 1.2),
+    ("deepseek_tiny", 2, SHORT, 1.5),
+    ("ddpm_tiny", 2, ["trainer.max_steps=15"], 0.3),
     ("moe_tiny", 4, [], 2.5),
     ("moe_tiny", 2, [*SHORT, "model.capacity_factor=null"], 1.5),
     ("wide_resnet_tiny", 4, [], 1.8),

@@ -15,6 +15,7 @@ import weakref
 import pytest
 import torch
 import torch.nn.functional as F
+from covering import in_tiers
 from proofs.thread_mesh import run_on_threads
 from runtime.parameter_runs import (
     assert_equals_reference,
@@ -105,12 +106,14 @@ def test_clipping_by_norm(mode):
         assert_equals_reference(result, **options)
 
 
+ON_GROUPS = {(2,): MODES_1D, (3,): [("S0",), ("G0",)], (2, 2): MODES_2D[::4]}
+
+
 @pytest.mark.parametrize(
-    ("mesh_shape", "modes"), [((2,), MODES_1D), ((3,), [("S0",), ("G0",)]), ((2, 2), MODES_2D[::4])]
+    ("mesh_shape", "bucket_bytes"), in_tiers(itertools.product(ON_GROUPS, (1, 300, 1 << 20)))
 )
-@pytest.mark.parametrize("bucket_bytes", [1, 300, 1 << 20])
-def test_on_process_groups(pool, mesh_shape, modes, bucket_bytes):
-    for mode in modes:
+def test_on_process_groups(pool, mesh_shape, bucket_bytes):
+    for mode in ON_GROUPS[mesh_shape]:
         options = {"accumulate": 2, "max_norm": 0.3}
         call = {**options, "bucket_bytes": bucket_bytes, "regather": True}
         results = pool.run(math.prod(mesh_shape), train_on_groups, mesh_shape, mode, call)

@@ -6,6 +6,8 @@ import math
 import sys
 from pathlib import Path
 
+import pytest
+
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 sys.path.append(str(SCRIPTS))
 
@@ -15,6 +17,7 @@ from searches import State  # noqa: E402
 from alpa_strategy.inter_op.candidates import TOLERANCE, solve_schedules  # noqa: E402
 
 
+@pytest.mark.slow
 def test_unequal_stages_on_one_mesh_if_equal_ones_do_not_fit():
     """A 10B model of experts took 8 % longer than what an exhaustive search found: the cuts that
     were moved began where

@@ -6,11 +6,32 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 
+# Damaged checkpoints are in checkpoint/test_planted.py as well.
+WITHOUT_CHECKPOINTS = (
+    "plan",
+    "cluster",
+    "recipe",
+    "op times",
+    "measured cluster",
+    "unfinished planning",
+)
 
-def test_damaged_files_are_refused():
-    command = [sys.executable, str(ROOT / "scripts" / "fuzz.py"), "--cases", "300", "--seed", "77"]
+
+@pytest.mark.parametrize(
+    ("count", "options"),
+    [
+        (100, ("--formats", *WITHOUT_CHECKPOINTS)),
+        pytest.param(300, (), marks=pytest.mark.slow),
+    ],
+    ids=["without checkpoints", "all"],
+)
+def test_damaged_files_are_refused(count, options):
+    script = str(ROOT / "scripts" / "fuzz.py")
+    command = [sys.executable, script, "--cases", str(count), "--seed", "77", *options]
     done = subprocess.run(command, capture_output=True, text=True, timeout=500, cwd=ROOT)
     assert done.returncode == 0, done.stdout
-    assert "300 passed, 0 failed" in done.stdout
+    assert f"{count} passed, 0 failed" in done.stdout

@@ -4,7 +4,11 @@ backward.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import Any
+
 import pytest
+from covering import slow_but
 from proofs.prove import prove
 from rule_cases import CASES
 from rule_data import Case
@@ -23,15 +27,26 @@ def test_has_the_sharded_strategies_that_it_must_have(case: Case) -> None:
     assert set(results[0].replace("->", ",").split(",")) <= {"R", ""}
 
 
-@pytest.mark.parametrize("axis_size", [2, 3, 4])
+@pytest.mark.parametrize("axis_size", slow_but((2, 3, 4), (2, 3)))
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
 def test_every_strategy_is_right_on_one_axis(case: Case, axis_size: int) -> None:
     for strategy in axis_strategies(case.call, axis_size):
         prove(case.call, (strategy,), axis_size, case.operands)
 
 
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
-def test_every_combination_is_right_on_a_mesh(case: Case) -> None:
-    for mesh_shape in ((2, 2), (3, 2)):
-        for strategies in op_strategies(case.call, mesh_shape):
-            prove(case.call, strategies, mesh_shape, case.operands)
+MESHES = ((2, 2), (3, 2))
+
+
+def on_meshes() -> Iterator[Any]:
+    """Yield all cases on both meshes. By default each is on one of them, in turn."""
+    for number, (name, case) in enumerate(CASES.items()):
+        default = MESHES[number % len(MESHES)]
+        for shape in MESHES:
+            marks = () if shape == default else pytest.mark.slow
+            yield pytest.param(case, shape, id=f"{name}-{shape}", marks=marks)
+
+
+@pytest.mark.parametrize(("case", "mesh_shape"), on_meshes())
+def test_every_combination_is_right_on_a_mesh(case: Case, mesh_shape: tuple[int, int]) -> None:
+    for strategies in op_strategies(case.call, mesh_shape):
+        prove(case.call, strategies, mesh_shape, case.operands)

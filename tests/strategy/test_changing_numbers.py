@@ -5,12 +5,14 @@ from then on.
 from __future__ import annotations
 
 import math
+from itertools import product
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
 import torch
 import torch.nn.functional as F
+from covering import in_tiers
 from quiet import QUIET
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
@@ -195,16 +197,16 @@ def train_sharded(name: str, root: str, options: dict[str, Any]) -> Any:
     )
 
 
-OPTIONS: list[dict[str, Any]] = [
-    {},
-    {"parallel": "zero3"},
-    {"num_stages": 2, "num_microbatches": 2},
-]
+OPTIONS: dict[str, dict[str, Any]] = {
+    "auto": {},
+    "zero3": {"parallel": "zero3"},
+    "stages": {"num_stages": 2, "num_microbatches": 2},
+}
 
 
-@pytest.mark.parametrize("options", OPTIONS, ids=["auto", "zero3", "stages"])
-@pytest.mark.parametrize("name", ["Net", "OfACallback"])
-def test_numbers_that_change_are_inputs(pool, tmp_path, name: str, options: dict[str, Any]) -> None:
+@pytest.mark.parametrize(("name", "plan"), in_tiers(product(("Net", "OfACallback"), OPTIONS)))
+def test_numbers_that_change_are_inputs(pool, tmp_path, name: str, plan: str) -> None:
+    options = OPTIONS[plan]
     state, logged, *_ = train(name, None)
     for run in pool.run(2, train_sharded, name, str(tmp_path), options):
         torch.testing.assert_close(run[0], state, rtol=1e-9, atol=1e-9)

@@ -185,7 +185,20 @@ def assert_same(runs: list[dict[str, Any]], reference: dict[str, Any]) -> None:
             torch.testing.assert_close(rows, whole, rtol=TOLERANCE, atol=TOLERANCE)
 
 
-@pytest.mark.parametrize("strategy", [*ONE_STAGE, PIPELINE, *SHARDED], ids=name_of)
+# By default one kind of shards, where parameters fit whole on a device.
+SLOW_STRATEGIES = [strategy for strategy in ONE_STAGE if strategy != {"parallel": "zero3"}]
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        {"parallel": "zero3"},
+        PIPELINE,
+        *SHARDED,
+        *(pytest.param(strategy, marks=pytest.mark.slow) for strategy in SLOW_STRATEGIES),
+    ],
+    ids=name_of,
+)
 def test_validation_of_several_loaders_with_a_smaller_last_batch(
     pool, tmp_path: Path, strategy: dict
 ) -> None:

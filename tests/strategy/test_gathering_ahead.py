@@ -11,6 +11,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+from covering import slow_but
 from models import MODELS
 from quiet import QUIET
 from torch import Tensor
@@ -74,7 +75,7 @@ def train(
     return weights, len(begun), strategy.plan.stages[0].prefetched_bytes
 
 
-@pytest.mark.parametrize("precision", ["64-true", "bf16-mixed"])
+@pytest.mark.parametrize("precision", slow_but(("64-true", "bf16-mixed"), ("bf16-mixed",)))
 def test_nothing_but_time_depends_on_what_is_under_way(
     pool, tmp_path: Path, precision: str
 ) -> None:

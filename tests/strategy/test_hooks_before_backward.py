@@ -4,10 +4,13 @@ plain module.
 
 from __future__ import annotations
 
+from itertools import product
+
 import lightning.pytorch as pl
 import pytest
 import torch
 import torch.nn.functional as F
+from covering import in_tiers
 from models import MLP
 from quiet import QUIET
 from torch.utils.data import DataLoader, TensorDataset
@@ -59,8 +62,10 @@ def trained(kind: str, in_place: bool, options: dict | None, folder: str) -> lis
     return [parameter.detach().clone() for parameter in module.parameters()]
 
 
-@pytest.mark.parametrize("in_place", [False, True], ids=["replaced", "in place"])
-@pytest.mark.parametrize("kind", ["before the backward", "before zero_grad"])
+@pytest.mark.parametrize(
+    ("kind", "in_place"),
+    in_tiers(product(("before the backward", "before zero_grad"), (False, True))),
+)
 def test_the_backward_is_that_of_what_the_forward_used(
     pool, tmp_path, kind: str, in_place: bool
 ) -> None:

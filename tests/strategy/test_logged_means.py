@@ -15,6 +15,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 import torchmetrics
+from covering import slow_but
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from quiet import QUIET
 from torch import nn
@@ -142,7 +143,9 @@ def run_all(root: str, name: str) -> list[dict[str, Any]]:
     return results
 
 
-@pytest.mark.parametrize("name", SIZES)
+@pytest.mark.parametrize(
+    "name", slow_but(SIZES, ("one and two", "equal with a short last batch", "all differ"))
+)
 def test_means_weigh_samples_alike(pool, tmp_path, name: str) -> None:
     expected = true_means(SIZES[name])
     for ddp, *ours in pool.run(2, run_all, str(tmp_path), name, init_group=False, timeout=240):

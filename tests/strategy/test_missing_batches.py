@@ -151,7 +151,11 @@ trainer.fit(Uneven(sync=True))
 
 
 @pytest.mark.parametrize(
-    ("where", "said"), [("epoch", "the end of an epoch"), ("evaluation", "an evaluation")]
+    ("where", "said"),
+    [
+        pytest.param("epoch", "the end of an epoch", marks=pytest.mark.slow),
+        ("evaluation", "an evaluation"),
+    ],
 )
 def test_a_rank_that_waits_between_batches_for_others_that_train(
     tmp_path, where: str, said: str

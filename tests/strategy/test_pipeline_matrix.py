@@ -111,9 +111,10 @@ def compare(plain, runs, model, kwargs, scope, clip, accumulate):
 @pytest.mark.parametrize(
     ("model", "schedule", "split", "inside", "optimizer", "accumulate", "remat"),
     [
-        ("unet", "1F1B", "1+3", "zero3", "sgd", 2, True),
+        # Both models are below as well.
+        pytest.param("unet", "1F1B", "1+3", "zero3", "sgd", 2, True, marks=pytest.mark.slow),
         ("translator", "GPipe", "2+1+1", "tensor", "adamw", 1, True),
-        ("resnet", "1F1B", "2+2", "data", "adamw", 1, True),
+        pytest.param("resnet", "1F1B", "2+2", "data", "adamw", 1, True, marks=pytest.mark.slow),
         ("twice", "Interleaved1F1B", "1+3", "zero2", "sgd", 2, True),
         ("gpt", "ZBVZeroBubble", "1+3", "tensor", "adamw", 1, True),
         ("llama", "InterleavedZeroBubble", "2+2", "zero3", "adamw", 2, False),
@@ -134,8 +135,13 @@ def test_pipelines_train_as_one_device(
         ("unet", 3, {"num_stages": 3, "num_microbatches": 4, "batch_scope": "global"}),
         ("translator", 2, {"num_stages": 2, "schedule": "GPipe"}),
         ("resnet", 2, {"num_stages": 2, "num_microbatches": 2, "remat": True}),
-        ("twice", 4, {"num_stages": 2}),
-        ("gpt", 2, {"num_stages": 1, "num_microbatches": 4, "remat": True}),
+        pytest.param("twice", 4, {"num_stages": 2}, marks=pytest.mark.slow),
+        pytest.param(
+            "gpt",
+            2,
+            {"num_stages": 1, "num_microbatches": 4, "remat": True},
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=str,
 )

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from covering import slow_but
 from equality.harness import assert_same, record
 from models import MODELS
 
@@ -37,7 +38,7 @@ def train(model: str, strategy: dict[str, Any] | None, world_size: int) -> dict[
     return record(model, SIZES, strategy, 2, world_size)
 
 
-@pytest.mark.parametrize("model", ["gpt", "llama"])
+@pytest.mark.parametrize("model", slow_but(("gpt", "llama"), ("gpt",)))
 def test_less_memory_costs_less_than_recomputing_everything(model: str) -> None:
     kept, everything = plan(model, remat=False), plan(model, remat=True)
     limit = kept.predicted.peak_bytes * 0.8
@@ -119,9 +120,9 @@ def test_pipelines_on_many_devices_recompute_stages(monkeypatch) -> None:
 @pytest.mark.parametrize(
     ("model", "parallel", "world_size"),
     [
-        ("gpt", "auto", 1),
         ("llama", "zero3", 2),
-        # Each model, plan and number of ranks is above.
+        # One device is in the next test.
+        pytest.param("gpt", "auto", 1, marks=pytest.mark.slow),
         pytest.param("gpt", "auto", 2, marks=pytest.mark.slow),
         pytest.param("llama", "auto", 1, marks=pytest.mark.slow),
         pytest.param("llama", "auto", 2, marks=pytest.mark.slow),

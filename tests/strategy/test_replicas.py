@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import torchmetrics
+from covering import slow_but
 from quiet import QUIET
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
@@ -290,7 +291,8 @@ INSIDE = {
 }
 
 
-@pytest.mark.parametrize("inside", INSIDE)
+# The others are below.
+@pytest.mark.parametrize("inside", slow_but(INSIDE, ("tensor", "pipeline")))
 def test_any_plan_inside_of_a_replica_is_ddp_outside(pool, under_ddp, tmp_path, inside):
     per_rank = pool.run(RANKS, train_replicas, str(tmp_path), INSIDE[inside], {}, {})
     assert per_rank[0]["plan"][0] == (2 if inside == "pipeline" else 1)
@@ -310,7 +312,11 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+# Others of these are tried inside of another plan.
+SLOW_CASES = {"other lengths in a pipeline", "accumulation", "no evaluation"}
+
+
+@pytest.mark.parametrize("case", slow_but(CASES, CASES.keys() - SLOW_CASES))
 def test_what_ddp_does_replicas_do(pool, under_ddp, tmp_path, case):
     inside, model, arguments = CASES[case]
     check(

@@ -11,6 +11,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+from covering import slow_but
 from models import GPT
 from quiet import QUIET
 from torch import nn
@@ -151,7 +152,11 @@ PIPELINE = {"num_stages": 2, "num_microbatches": 2, "schedule": "1F1B"}
 STRATEGIES = [{"parallel": "zero3"}, {"parallel": "tensor"}, {"parallel": "data"}, PIPELINE]
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda s: s.get("parallel", "pipeline"))
+@pytest.mark.parametrize(
+    "strategy",
+    slow_but(STRATEGIES, (STRATEGIES[0], PIPELINE)),
+    ids=lambda s: s.get("parallel", "pipeline"),
+)
 def test_configure_model(pool, tmp_path: Path, strategy: dict) -> None:
     reference = train(str(tmp_path), Configured, None, 2)
     for run in pool.run(

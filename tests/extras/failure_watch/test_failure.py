@@ -109,7 +109,7 @@ def test_one_rank_shows_its_error_and_the_others_only_name_it(
         pytest.param("should_stop", 1, (), marks=pytest.mark.slow),
         pytest.param("should_stop", 1, ("without validation",), marks=pytest.mark.slow),
         pytest.param("should_stop", 0, ("without validation",), marks=pytest.mark.slow),
-        ("should_stop at an end", 0, ()),
+        pytest.param("should_stop at an end", 0, (), marks=pytest.mark.slow),
         pytest.param("should_stop at an end", 1, ("without validation",), marks=pytest.mark.slow),
     ],
 )

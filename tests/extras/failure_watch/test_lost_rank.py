@@ -66,6 +66,7 @@ trainer = pl.Trainer(
 trainer.fit(model, torch.utils.data.DataLoader(rows, batch_size=4))
 print("FINISHED", flush=True)
 """
+TWO_STAGES = {"num_stages": 2, "schedule": "1F1B"}
 PIPELINE = {"num_stages": 3, "schedule": "1F1B"}
 INSIDE = {"num_stages": 2, "schedule": "1F1B", "parallel": "tensor"}
 INTERLEAVED = {"num_stages": 6, "schedule": "Interleaved1F1B"}  # two on each of three ranks
@@ -79,7 +80,8 @@ INTERLEAVED_INSIDE = {
 @pytest.mark.parametrize(
     ("launcher", "world", "options", "lost", "moment"),
     [
-        ("own", 3, PIPELINE, 1, "schedule"),
+        ("own", 2, TWO_STAGES, 1, "schedule"),
+        pytest.param("own", 3, PIPELINE, 1, "schedule", marks=pytest.mark.slow),
         pytest.param("own", 3, PIPELINE, 0, "schedule", marks=pytest.mark.slow),
         pytest.param("own", 4, INSIDE, 3, "schedule", marks=pytest.mark.slow),
         pytest.param("torchrun", 3, PIPELINE, 1, "schedule", marks=pytest.mark.slow),

@@ -30,7 +30,7 @@ from signal_jobs import (
 LIMIT = 10.0 * (
     3 if os.environ.get("CI") else 2
 )  # the machine of the tests does other things beside
-QUICK = ("SIGTERM to all, steady, own", "SIGTERM to rank 1, pipeline, own")
+QUICK = ("SIGTERM to rank 1, steady, own",)
 
 
 @pytest.fixture(scope="module")

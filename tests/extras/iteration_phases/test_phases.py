@@ -9,6 +9,7 @@ import re
 import lightning
 import pytest
 import torch
+from covering import slow_but
 from torch import nn
 
 from alpa_strategy import ClusterSpec, Phase, Plan, PlanOptions, make_plan
@@ -93,8 +94,17 @@ def test_only_the_training_phase_has_gradients():
     assert not module.judge.weight.requires_grad
 
 
-@pytest.mark.parametrize("options", [{}, {"parallel": "zero3"}, {"logical_mesh": (2, 2)}])
-@pytest.mark.parametrize("name", ["pcie_8gpu", "dgx_h100"])
+CHOICES = [
+    ("pcie_8gpu", {"parallel": "zero3"}),
+    ("dgx_h100", {}),
+    ("dgx_h100", {"logical_mesh": (2, 2)}),
+    ("pcie_8gpu", {}),
+    ("pcie_8gpu", {"logical_mesh": (2, 2)}),
+    ("dgx_h100", {"parallel": "zero3"}),
+]
+
+
+@pytest.mark.parametrize(("name", "options"), slow_but(CHOICES, CHOICES[:3]))
 def test_no_choice_is_worse_than_training_s_layout(name, options):
     plan, phases = planned(name, **options)
     for phase in phases.values():

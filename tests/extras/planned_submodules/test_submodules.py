@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import torchmetrics
+from covering import slow_but
 from quiet import QUIET
 from scipy.optimize import linear_sum_assignment
 from torch import Tensor, nn
@@ -369,7 +370,11 @@ def assert_same(found: list[dict], expected: list[dict]) -> None:
             assert all(torch.equal(one["state"][key], value) for one in found), key
 
 
-@pytest.mark.parametrize("name", ["Program", "Matches", "Masked", "Gan", "Penalized", "Unruly"])
+# By default each is divided over two of two ranks, or of four.
+PROGRAMS = ("Program", "Matches", "Masked", "Gan", "Penalized", "Unruly")
+
+
+@pytest.mark.parametrize("name", slow_but(PROGRAMS, ("Matches", "Masked", "Unruly")))
 def test_programs_divided_over_two_ranks(pool, tmp_path, name):
     per_rank = pool.run(2, train, name, str(tmp_path), TENSOR, 2, {})
     assert_same(per_rank, pool.run(2, train, name, str(tmp_path), None, 2, {}))
@@ -380,7 +385,7 @@ def test_programs_divided_over_two_ranks(pool, tmp_path, name):
     } >= {"S"}
 
 
-@pytest.mark.parametrize("name", ["Program", "Matches", "Masked", "Gan", "Penalized", "Unruly"])
+@pytest.mark.parametrize("name", slow_but(PROGRAMS, ("Program", "Gan", "Penalized")))
 def test_programs_divided_over_two_of_four_ranks(pool, tmp_path, name):
     per_rank = pool.run(4, train, name, str(tmp_path), TWO, 4, {})
     assert_same(per_rank, pool.run(4, train, name, str(tmp_path), None, 4, {}))
