@@ -208,8 +208,8 @@ KILLED_AT = {
 }
 
 
-# By default one moment of each kind: within shards, and within either pointer.
-QUICK = ("second shards", "pointer", "last, its pointer")
+# By default one moment of each kind: within shards, and within a pointer.
+QUICK = ("second shards", "last, its pointer")
 
 
 @pytest.fixture(scope="module")

@@ -52,7 +52,9 @@ data: {{rows: 16}}
     return path
 
 
-def test_a_name_in_a_yaml_file(tmp_path: Path) -> None:
+# By default two ranks of the pool: the next test.
+@pytest.mark.slow
+def test_a_name_in_a_yaml_file_of_a_script(tmp_path: Path) -> None:
     pytest.importorskip("jsonargparse")
     done = run_job(tmp_path, SCRIPT, "fit", "--config", str(config(tmp_path, "alpa")), timeout=200)
     assert done.returncode == 0, done.stderr
@@ -70,6 +72,12 @@ def run_cli(path: str, *overrides: str) -> tuple[str, Any]:
         strategy.options.num_stages,
         strategy.options.placements,
     )
+
+
+def test_a_name_in_a_yaml_file(pool, tmp_path: Path) -> None:
+    pytest.importorskip("jsonargparse")
+    per_rank = pool.run(2, run_cli, str(config(tmp_path, "alpa")))
+    assert [name for name, _ in per_rank] == ["AlpaStrategy"] * 2
 
 
 def test_a_class_with_options_in_a_yaml_file(pool, tmp_path: Path) -> None:

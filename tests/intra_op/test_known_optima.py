@@ -201,7 +201,7 @@ def test_memory_alone_moves_data_parallel_to_zero():
 @pytest.mark.parametrize(
     ("mesh_shape", "memory_share", "keep"),
     [
-        ((2,), 0.6, 4),
+        ((2,), 0.6, 3),
         ((2, 2), None, 3),
         pytest.param((2,), None, 5, marks=pytest.mark.slow),
         pytest.param((2,), 0.6, 5, marks=pytest.mark.slow),

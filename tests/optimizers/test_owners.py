@@ -6,7 +6,7 @@ from itertools import product
 from typing import Any
 
 import pytest
-from covering import in_tiers
+from covering import in_tiers, slow_but
 from equality.harness import assert_same, record_model
 from optimizers.matrix_optimizers import OPTIMIZERS, PLANS, with_optimizer
 from recipe_models import MODELS
@@ -43,15 +43,17 @@ def one_device(pool):
 
 EXPERTS = {"placements": {"blocks.*.mlp.fc": "S0", "blocks.*.mlp.proj": "S0"}}
 
+MUON_MODELS = ("recipe_moe", "recipe_wide_resnet")
+
 
 @pytest.mark.parametrize(
     ("model", "plan"),
-    in_tiers(
-        [
-            *product(("recipe_moe", "recipe_wide_resnet"), (*PLANS, *PLANS_OF_FOUR)),
-            ("recipe_moe", "experts"),
-        ]
-    ),
+    [
+        *in_tiers(product(MUON_MODELS, PLANS)),
+        ("recipe_moe", "experts"),
+        # GPT is on four ranks below.
+        *slow_but(product(MUON_MODELS, PLANS_OF_FOUR), ()),
+    ],
 )
 def test_muon_with_adam(pool, one_device, tmp_path, model: str, plan: str) -> None:
     """GPT is below. Experts are a batch of matrices."""
@@ -110,7 +112,7 @@ def test_adafactor_amplifies_rounding_of_a_gradient_that_is_zero(pool) -> None:
     assert 1e-9 < largest < 1e-7
 
 
-@pytest.mark.parametrize(("optimizer", "plan"), in_tiers(product(OPTIMIZERS, PLANS), times=2))
+@pytest.mark.parametrize(("optimizer", "plan"), in_tiers(product(OPTIMIZERS, PLANS)))
 def test_two_ranks(pool, one_device, tmp_path, optimizer: str, plan: str) -> None:
     strategy = {**PLANS[plan], "cluster": "pcie_8gpu", "plan_dir": str(tmp_path)}
     model = model_for(optimizer)

@@ -392,7 +392,7 @@ def test_a_step_that_cannot_be_captured_is_refused(pool, tmp_path):
         pool.run(RANKS, train_replicas, str(tmp_path), {}, {"reads": True}, {})
 
 
-@pytest.mark.parametrize("apart", [0, 3])
+@pytest.mark.parametrize("apart", slow_but((0, 3), (3,)))
 def test_rows_that_differ_within_a_replica_are_refused_at_any_step(pool, tmp_path, apart):
     with pytest.raises(WorkerError, match="which are to load the same rows"):
         pool.run(RANKS, train_replicas, str(tmp_path), INSIDE["tensor"], {"apart": apart}, {})
@@ -410,7 +410,7 @@ def test_workers_draw_alike_within_a_replica(pool, tmp_path):
     assert all(a != b for a, b in zip(own[0], own[2], strict=True))
 
 
-@pytest.mark.parametrize("replicas", [1, 4])
+@pytest.mark.parametrize("replicas", slow_but((1, 4), (4,)))
 def test_one_replica_and_one_for_each_device(pool, tmp_path, replicas):
     """All devices are one device then, or each is one under DDP."""
     per_rank = pool.run(RANKS, train_replicas, str(tmp_path), {"replicas": replicas}, {}, {})

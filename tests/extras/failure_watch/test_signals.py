@@ -128,8 +128,10 @@ def test_rank_0_is_stopped(tmp_path, launcher):
     assert "killed (out of memory" not in (tmp_path / "output").read_text()
 
 
-@pytest.mark.parametrize("code", [pytest.param(0, marks=pytest.mark.slow), 3])
-@pytest.mark.parametrize("launcher", ["own", pytest.param("torchrun", marks=pytest.mark.slow)])
+# By default test_lost_rank.py has a rank that ends.
+@pytest.mark.slow
+@pytest.mark.parametrize("code", [0, 3])
+@pytest.mark.parametrize("launcher", ["own", "torchrun"])
 def test_a_rank_that_leaves_is_not_called_killed(tmp_path, launcher, code):
     extra = {"EXIT_CODE_OF_RANK_1": str(code)}
     with started(tmp_path, JOB, str(tmp_path), "steady", launcher=launcher, extra=extra) as job:
