@@ -444,6 +444,8 @@ class _Converter:
         results = map_refs(self.trace.results, lambda ref: self.outputs[ref.index])
         loss = loss_of(results["output"], self.builder)
         updates = self._buffer_updates(results.pop("buffers"))
+        written = self._written_leaves()
+        results["appended"] += [[value] for value in written.values()]
 
         leaving = {*updates.values(), loss.index}
         for leaf in pytree.tree_leaves(results):
@@ -488,7 +490,17 @@ class _Converter:
             notes=tuple(self.trace.recording.notes),
         )
         results = map_refs(results, lambda ref: ir.ValueRef(new[ref.index]))
-        return with_records(graph, results, self.trace.recording.appended)
+        lists = [*self.trace.recording.appended]
+        lists += [ir.Place("", "the batch", leaf=leaf) for leaf in written]
+        return with_records(graph, results, lists)
+
+    def _written_leaves(self) -> dict[int, ir.ValueRef]:
+        """Return index of a leaf of the batch that the step writes in place -> its new value."""
+        written = {}
+        for entry, view in zip(self.trace.inputs, self.input_views, strict=True):
+            if isinstance(entry, ir.BatchInput) and view.storage.version:
+                written[entry.leaf] = self._detached(view.storage.value)
+        return written
 
     def _buffer_updates(self, reassigned: dict[str, ir.ValueRef]) -> dict[int, int]:
         """Return value index of a buffer -> index of its new value.

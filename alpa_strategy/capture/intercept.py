@@ -272,6 +272,10 @@ def recording(
         files = stack.enter_context(globals_kept(module, held, record.is_of_data))
         stack.enter_context(patched(functions_of_counters(namespaces)))
         stack.enter_context(_recording_class(module, record, names, device))
+        for child in module.modules():
+            is_child = child is not module and isinstance(child, LightningModule)
+            if is_child and child._trainer is not None:
+                stack.enter_context(_recording_class(child, record, None, device))
         for name, metric in module.named_modules():
             if is_metric(metric):  # those inside a collection may be called by themselves
                 stack.enter_context(_shadowed_metric(metric, name, record))
@@ -342,11 +346,10 @@ def _recording_log(record: Recording, names: Mapping[int, str]) -> dict[str, Cal
     return {"log": log, "log_dict": log_dict}
 
 
-@contextmanager
-def _recording_class(
-    module: LightningModule, record: Recording, names: Mapping[int, str], device: torch.device
-) -> Iterator[None]:
-    """Swap the module's class for a subclass whose log methods and counters record."""
+def _counting_members(
+    module: LightningModule, record: Recording, device: torch.device
+) -> dict[str, Any]:
+    """Return what records or refuses in a subclass of the module's class, besides log methods."""
     original = type(module)
     trainer_property: Any = original.trainer
     trainer = module._trainer
@@ -371,8 +374,7 @@ def _recording_class(
             )
         )
 
-    members = {
-        **_recording_log(record, names),
+    return {
         "global_step": property(lambda self: counters["global_step"]),
         "current_epoch": property(lambda self: counters["current_epoch"]),
         "trainer": property(
@@ -389,15 +391,33 @@ def _recording_class(
         "__module__": original.__module__,
         "__qualname__": original.__qualname__,
     }
+
+
+@contextmanager
+def _recording_class(
+    module: LightningModule,
+    record: Recording,
+    names: Mapping[int, str] | None,
+    device: torch.device,
+) -> Iterator[None]:
+    """Swap the module's class for a subclass whose log methods and counters record.
+
+    Args:
+        names: path of a submodule by its id; None: `module` is inside of the one that trains, and
+            its log methods are Lightning's, which raise.
+    """
+    original = type(module)
+    members = _counting_members(module, record, device)
+    if names is not None:
+        members |= _recording_log(record, names)
     kind = type(original.__name__, (original,), members)
     class_names = set(vars(kind))
+    hidden = () if names is None else vars(module).keys() & {"log", "log_dict"}
     # nn.Module's own __setattr__ would look at the value first.
     object.__setattr__(module, "__class__", kind)
     try:
         # Attributes of the instance (a test's `module.log = ...`) would win over the class's.
-        with patched(
-            (vars(module), name, MISSING) for name in ("log", "log_dict") if name in vars(module)
-        ):
+        with patched((vars(module), name, MISSING) for name in hidden):
             yield
         if stored := vars(kind).keys() - class_names:  # `type(self).calls += 1`
             raise changed_attributes(f"{original.__name__}.{name}" for name in stored)

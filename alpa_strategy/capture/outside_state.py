@@ -67,7 +67,7 @@ def globals_kept(
             is_noticed = place.rpartition(".")[0] not in installed
             snapshots += snapshots_in(value, place, seen, is_noticed=is_noticed, named=named)
 
-    caches = _caches(files, kinds)
+    caches = _caches(files, kinds, [value for _, _, value in values])
     try:
         with restored(snapshots, of_data) as changed:
             yield files
@@ -113,15 +113,25 @@ def _installed_modules(
     return installed
 
 
-def _caches(files: dict[str, dict[str, Any]], kinds: Iterable[type]) -> list[tuple[Any, int]]:
-    """Return the functions with a `functools` cache, each with its number of misses."""
+def _caches(
+    files: dict[str, dict[str, Any]], kinds: Iterable[type], values: Iterable[Any]
+) -> list[tuple[Any, int]]:
+    """Return the functions with a `functools` cache, each with its number of misses.
+
+    Args:
+        files: module name -> its globals.
+        kinds: the module's classes.
+        values: what closures hold, and globals.
+    """
     namespaces: list[Mapping[str, Any]] = [vars(kind) for kind in kinds]
     namespaces += files.values()
-    caches = []
+    functions = list(values)
     for namespace in namespaces:
-        for function in namespace.values():
-            if hasattr(type(function), "cache_info"):
-                caches.append((function, function.cache_info().misses))
+        functions += namespace.values()
+    caches = []
+    for function in functions:
+        if hasattr(type(function), "cache_info"):
+            caches.append((function, function.cache_info().misses))
     return caches
 
 

@@ -279,12 +279,12 @@ class Place:
 
 @dataclass(frozen=True)
 class AppendRecord:
-    """The items that one step appends to a list."""
+    """The items that one step appends to a list, or the tensor that it writes into its batch."""
 
-    # Location of the list.
+    # Location of the list, or of the leaf of the batch.
     place: Place
 
-    # ValueRefs, LeafRefs, CounterRefs and plain values.
+    # ValueRefs, LeafRefs, CounterRefs and plain values; of a leaf, the ValueRef of its new value.
     items: tuple[Any, ...]
 
 

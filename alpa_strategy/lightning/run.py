@@ -175,7 +175,8 @@ class Run(ShardedRun):
         self._clear_gradients(batch_idx)
         # A pipeline's backward is in it.
         with self.in_step():
-            values = captured.program.run(leaves, counters)
+            inputs = step_effects.without_writes(captured.step, leaves)
+            values = captured.program.run(inputs, counters)
         self._loop_clock.leave()
         self._placed.num_steps += 1
         # The forward has taken its time: the checksums are there.
@@ -196,6 +197,7 @@ class Run(ShardedRun):
                 self.module, step, values, leaves, counters, self.metrics
             )
         step_effects.append_to_lists(self.module, step, values, leaves, counters)
+        step_effects.write_batch(step, values, leaves)
         # As under DDP, buffers are rank 0's from step to step, and each rank's own between the
         # batches of an accumulated step.
         differ = self._job.replica is not None or program.buffers_differ

@@ -71,9 +71,32 @@ def append_to_lists(
         return
     detached = {index: value.detach() for index, value in values.items()}
     for record in step.appended:
-        record.place.value(module).extend(
-            materialize_output(list(record.items), detached, leaves, counters)
-        )
+        if record.place.leaf is None:
+            record.place.value(module).extend(
+                materialize_output(list(record.items), detached, leaves, counters)
+            )
+
+
+def without_writes(step: StepGraph, leaves: Sequence[Any]) -> Sequence[Any]:
+    """Return the leaves of the batch with copies of those that the step writes in place.
+
+    The program has saved them for the backward when `write_batch` changes them.
+    """
+    written = {record.place.leaf for record in step.appended if record.place.leaf is not None}
+    inputs = list(leaves)
+    for index in written:
+        inputs[index] = inputs[index].clone()
+    return inputs
+
+
+def write_batch(step: StepGraph, values: Mapping[int, Tensor], leaves: Sequence[Any]) -> None:
+    """Write into the leaves of the batch what the user's step would: hooks and the data set may
+    read it.
+    """
+    for record in step.appended:
+        if record.place.leaf is not None:
+            (ref,) = record.items
+            leaves[record.place.leaf].copy_(values[ref.index].detach())
 
 
 def verify(step: StepGraph, values: Mapping[int, Tensor]) -> None:

@@ -464,6 +464,12 @@ def test_a_cached_function_keeps_no_fake_tensors() -> None:
     assert positions(4).tolist() == [0.0, 1.0, 2.0, 3.0]
 
 
+def test_a_cached_function_of_a_closure_keeps_no_fake_tensors() -> None:
+    cached = functools.lru_cache(positions.__wrapped__)
+    capture_step(Model(lambda model, loss: loss * cached(4).sum()), torch.randn(6, 4))
+    assert cached(4).tolist() == [0.0, 1.0, 2.0, 3.0]
+
+
 def test_a_step_that_changes_a_closure_is_refused() -> None:
     seen: list[Any] = []
 

@@ -241,3 +241,46 @@ def sequences_of_changing_length(bench: Bench) -> Any:
     module, trainer = bench.module(Recurrent), bench.trainer()
     trainer.fit(module, bench.loader(collate_fn=collate))
     return bench.outcome(trainer, module)
+
+
+def batches_that_the_step_changes(bench: Bench) -> Any:
+    """The loader yields the data's own tensors: what a step writes into them is there for hooks,
+    and in the next epoch.
+    """
+
+    class Writes(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.seen: list[float] = []
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            x, y = batch
+            loss = F.mse_loss(self(x.clone()), y)
+            with torch.no_grad():
+                x[:, 1:].mul_(0.5).add_(loss)
+            return loss
+
+        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+            self.seen.append(float(batch[0].sum()))
+
+    module, trainer = bench.module(Writes), bench.trainer(max_epochs=2)
+    trainer.fit(module, DataLoader(list(bench.loader()), batch_size=None))
+    return bench.outcome(trainer, module, seen=module.seen)
+
+
+def module_inside_of_the_module(bench: Bench) -> Any:
+    """A LightningModule within another one reads the Trainer's counters by itself."""
+
+    class Inner(pl.LightningModule):
+        def forward(self, loss: Any) -> Any:
+            return loss * (1 + 0.1 * self.global_step + self.current_epoch)
+
+    class Outer(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = Inner()
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return self.inner(super().training_step(batch, batch_idx))
+
+    return bench.fit(Outer, max_epochs=2)

@@ -4,7 +4,7 @@ All calls are traced together, so that they are planned together, with their inp
 their results as what leaves the graph; each is then run by its own part of it.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -162,12 +162,13 @@ def _called(module: nn.Module, args: Any, kwargs: Any) -> Any:
 
 
 def plannable(
-    module: LightningModule, calls: Sequence[Call], context: Context
+    module: LightningModule, calls: Sequence[Call], context: Context, unlike: Collection[str] = ()
 ) -> tuple[list[Call], list[str]]:
     """Return the outermost recorded calls that can be captured, and why others cannot.
 
     Args:
         calls: recorded calls, callers first.
+        unlike: paths of submodules whose calls differ between ranks.
 
     Returns:
         The calls, and `path: reason` of the others.
@@ -184,6 +185,8 @@ def plannable(
                         "it is called under an autocast of its own, or with what no other rank can"
                         " have"
                     )
+                if call.path in unlike:
+                    raise CaptureError("it reads tensors that differ between ranks")
                 capture_calls(module, [call], context)
             except Exception as error:
                 # The user's code may fail as well: it was not written for fake tensors.

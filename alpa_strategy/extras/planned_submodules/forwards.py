@@ -213,9 +213,10 @@ class Forwards:
         if index == len(recorded):
             caller = self._callers[-1] if self._callers else None
             recorded.append(Call(path, planned_inputs, caller))
-        # An input requires a gradient if it does in any call.
-        for leaf in _trained(inputs):
-            pytree.tree_leaves(recorded[index].inputs)[leaf].requires_grad_(True)
+        if planned_inputs is not None:
+            # An input requires a gradient if it does in any call.
+            for leaf in _trained(inputs):
+                pytree.tree_leaves(recorded[index].inputs)[leaf].requires_grad_(True)
         return index
 
 

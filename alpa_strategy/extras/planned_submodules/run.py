@@ -11,7 +11,7 @@ the backward has computed them; those of the user's own code are averaged then. 
 unsharded and records the submodules that can be planned.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from fnmatch import fnmatchcase
@@ -255,21 +255,21 @@ def _captured(
         CaptureError: `why`, if there are none.
         RuntimeMismatchError: the ranks' submodules differ.
     """
+    # Paths of submodules that compute with tensors of each rank's own besides their inputs, such
+    # as attributes that an earlier call has set.
+    unlike: set[str] = set()
     with job.progress("capture"):
-        rank_zero = RankZero(job.limits.plan_timeout_seconds)
-        calls, others = rank_zero.result_of(
-            lambda: plannable(module, recorded, job.context), "capturing submodules"
-        )
-        text = "".join(f"; not {other}" for other in others)
-        if not calls:
-            raise type(why)(
-                f"{why.problem}; nor can the forward of a submodule be planned{text}", why.fix
-            )
-        graph, parts = capture_calls(module, calls, job.context, num_batches)
-    if len(set(all_gather_object((graph.parameter_digest, graph.graph_digest)))) > 1:
-        raise RuntimeMismatchError(
-            "the ranks' submodules are not the same", "build the same module on every rank"
-        )
+        while True:
+            calls, text = _plannable(module, recorded, job, why, unlike)
+            graph, parts = capture_calls(module, calls, job.context, num_batches)
+            if len(set(all_gather_object((graph.parameter_digest, graph.graph_digest)))) == 1:
+                break
+            differing = _differing_calls(module, calls, job)
+            if not differing:
+                raise RuntimeMismatchError(
+                    "the ranks' submodules are not the same", "build the same module on every rank"
+                )
+            unlike |= differing
     problem = " ".join(why.problem.split())
     paths = ", ".join(dict.fromkeys(call.path for call in calls))
     contract = "as under DDP"
@@ -280,6 +280,42 @@ def _captured(
         f"alpa: the step runs eagerly, {contract} ({problem}); planned are {paths}{text}"
     )
     return graph, parts
+
+
+def _plannable(
+    module: Any, recorded: Sequence[Call], job: Job, why: CaptureError, unlike: Collection[str]
+) -> tuple[list[Call], str]:
+    """Return the calls that can be planned, and a text about others. Collective.
+
+    Args:
+        unlike: paths of submodules whose calls differ between ranks.
+
+    Raises:
+        CaptureError: `why`, if there are none.
+    """
+    rank_zero = RankZero(job.limits.plan_timeout_seconds)
+    calls, others = rank_zero.result_of(
+        lambda: plannable(module, recorded, job.context, unlike), "capturing submodules"
+    )
+    text = "".join(f"; not {other}" for other in others)
+    if not calls:
+        raise type(why)(
+            f"{why.problem}; nor can the forward of a submodule be planned{text}", why.fix
+        )
+    return calls, text
+
+
+def _differing_calls(module: Any, calls: Sequence[Call], job: Job) -> set[str]:
+    """Return the paths of submodules whose calls differ between ranks. Collective."""
+    digests = []
+    for call in calls:
+        graph, _ = capture_calls(module, [call], job.context)
+        digests.append(graph.graph_digest)
+    differing = set()
+    for call, *of_ranks in zip(calls, *all_gather_object(digests), strict=True):
+        if len(set(of_ranks)) > 1:
+            differing.add(call.path)
+    return differing
 
 
 def _job_of_calls(job: Job, options: PlanOptions, names: set[str], free_bytes: float) -> Job:

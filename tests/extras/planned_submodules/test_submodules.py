@@ -218,20 +218,36 @@ class Pair:
         self.x, self.owner = x, owner
 
 
+class Moments(nn.Module):
+    """Takes its rank's mean away, and puts it back in another call, as RevIN does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x: Tensor, is_back: bool = False, act: Any = torch.tanh) -> Tensor:
+        if not is_back:
+            self.mean = x.mean((0, 1)).detach()
+        return act(x / self.scale + self.mean if is_back else (x - self.mean) * self.scale)
+
+
 class Unruly(Program):
-    """Forwards that are recomputed in the backward, take numbers, return objects, have hooks, are
-    frozen later, and an evaluation.
+    """Forwards that are recomputed in the backward, take numbers and functions, return objects,
+    have hooks, remember tensors of their rank, are frozen later, and an evaluation.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.scaled, self.hooked = Scaled(), nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh())
         self.hooked[0].register_forward_hook(lambda module, given, output: 2.0 * output)
+        self.moments = Moments()
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         self.scaled.factor = 1.0 if batch_idx < 3 else 0.5
         h = checkpoint(self.net, self.embed(batch[0]), use_reentrant=False)
+        h = self.moments(self.moments(h, act=lambda x: x.clone()))
         h = self.hooked(self.scaled(h, times=1 + batch_idx % 2).x)
+        h = self.moments(h, is_back=True)
         self.out = self.head(h).mean(1)
         loss = F.cross_entropy(self.out, batch[1])
         self.log("train_loss", float(loss), sync_dist=True)
