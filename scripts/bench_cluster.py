@@ -46,8 +46,6 @@ from torch.utils.data import DataLoader, Dataset
 
 from alpa_strategy import AlpaStrategy
 from alpa_strategy.ir.plan import Plan
-from alpa_strategy.lower.codegen import lower
-from alpa_strategy.pipeline import step_programs
 
 HERE = Path(__file__).resolve().parent
 STRATEGIES = ("alpa", "ddp", "fsdp", "tensor x data", "tensor")
@@ -95,7 +93,6 @@ class Strategies:
         """Return a strategy of `--strategies`, and the batch size of each loader."""
         args = self._args
         kind, _, detail = name.partition(":")
-        step_programs.lower = lower
         num_samples = self._case.rows
         num_local_samples = num_samples // (args.nodes * args.ranks)
         match kind:
@@ -106,8 +103,7 @@ class Strategies:
             case "as planned, no prefetch":
                 return self._edited(lambda stage: {"ahead_bytes": 0}), num_local_samples
             case "as planned, no overlap":
-                step_programs.lower = lower_without_overlap
-                return self._edited(lambda stage: {}), num_local_samples
+                return self._edited(without_overlap), num_local_samples
             case "as planned, chunked":
                 return self._edited(partial(chunks_of, num_chunks=int(detail))), num_local_samples
             case "ddp":
@@ -131,15 +127,16 @@ class Strategies:
         return AlpaStrategy(plan=path, capture="require")
 
 
-def lower_without_overlap(*args: Any, overlaps: bool) -> Any:
-    """Lower a stage with no matmul overlapped with a collective, whatever `overlaps` is."""
-    return lower(*args, overlaps=False)
+def without_overlap(stage: dict[str, Any]) -> dict[str, Any]:
+    """Return the plan file's fields of a stage whose matmuls do not overlap with collectives."""
+    return {"execution": {**stage["execution"], "fused_matmuls": [], "chunk_dims": {}}}
 
 
 def chunks_of(stage: dict[str, Any], num_chunks: int) -> dict[str, Any]:
     """Return the plan file's fields of a stage whose matmuls are all split into `num_chunks`."""
     matmuls = [name for name in stage["strategies"] if name.startswith("linear")]
-    return {"in_parts": dict.fromkeys(matmuls, num_chunks)}
+    # The dims of the chunks are decided when the plan is read.
+    return {"in_parts": dict.fromkeys(matmuls, num_chunks), "execution": None}
 
 
 def train(args: argparse.Namespace, case: Case, strategy: Any, batch_size: int) -> list[float]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random as python_random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 import numpy as np
@@ -24,6 +24,7 @@ from alpa_strategy.ir.plan import Predicted, StagePlan
 from alpa_strategy.ir.run_step import run_step
 from alpa_strategy.lower.codegen import lower
 from alpa_strategy.pipeline.of_this_rank import of_this_rank
+from alpa_strategy.planner.execution import stage_execution
 
 CASES = {
     "mlp": {},
@@ -117,6 +118,8 @@ def run_lowered_stage(case: Captured, stage: StagePlan, mesh_shape: tuple[int, .
     step's.
     """
     step = case.step
+    if stage.execution is None:
+        stage = replace(stage, execution=stage_execution(step, stage, is_pipelined=False))
 
     def device(mesh: ThreadMesh):
         program = lower(step, stage, mesh, torch.device("cpu"), ShardedRandom(mesh, 0))

@@ -24,7 +24,7 @@ from alpa_strategy.ir.placement import (
     dual_layout_to_str,
     shard,
 )
-from alpa_strategy.sharding.redistribute import reshard_steps
+from alpa_strategy.sharding.redistribute import reshard_steps, sums_of
 
 
 @dataclass(frozen=True)
@@ -291,18 +291,10 @@ class Sum:
 
 def _sums(steps: tuple[LocalStep, ...], mesh: MeshComm) -> tuple[Sum, ...]:
     """The sums that `steps` are, one per step or one over all axes at once; () if they are not."""
-    for step in steps:
-        if step.src != Partial() or not isinstance(step.dst, Replicate | Shard):
-            return ()
-    covered = {step.axis for step in steps if step.dst == Replicate()}
-    larger_axes = {axis for axis, size in enumerate(mesh.shape) if size != 1}
-    covers_mesh = covered >= larger_axes
-    if len(covered) == len(steps) > 1 and covers_mesh:
-        return (Sum(mesh.all_devices, None),)
     sums = []
-    for step in steps:
-        dim = step.dst.dim if isinstance(step.dst, Shard) else None
-        sums.append(Sum(mesh.axes[step.axis], dim))
+    for axes, dim in sums_of([(step.axis, step.src, step.dst) for step in steps], mesh.shape):
+        devices = mesh.axes[axes[0]] if len(axes) == 1 else mesh.all_devices
+        sums.append(Sum(devices, dim))
     return tuple(sums)
 
 

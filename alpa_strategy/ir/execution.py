@@ -13,3 +13,10 @@ class Execution:
     # Ops on parameters and constants alone, such as casts, that run once per step instead of for
     # every micro-batch, in the order of the graph.
     per_step_ops: tuple[str, ...]
+
+    # Matmuls that read one input in one layout: each group is one line of the program, in whose
+    # backward the input's gradient is summed while the weights' gradients are computed.
+    fused_matmuls: tuple[tuple[str, ...], ...]
+
+    # Matmul whose result is summed in chunks (`StagePlan.num_chunks`) -> the dim of the chunks.
+    chunk_dims: dict[str, int]

@@ -6,23 +6,20 @@ use. So it is as fast as the user's code, readable in a traceback (`LoweredStep.
 traceable by `torch.compile`. It never dispatches on layouts. `program_writer.py` writes it.
 """
 
-from collections.abc import Collection
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
 from alpa_strategy.comm.mesh import MeshComm
 from alpa_strategy.comm.random import ShardedRandom
-from alpa_strategy.errors import PlanError
 from alpa_strategy.ir.graph import StepGraph
 from alpa_strategy.ir.placement import DualLayout
-from alpa_strategy.ir.plan import Execution, StagePlan
-from alpa_strategy.ir.plan_file import FIX
-from alpa_strategy.ir.stage_graph import slice_stage
+from alpa_strategy.ir.plan import StagePlan
 from alpa_strategy.lower.lowered_step import LoweredStep
-from alpa_strategy.lower.program_writer import ProgramWriter
+from alpa_strategy.lower.program_writer import ProgramWriter, execution_of
 from alpa_strategy.lower.segments import Compiler
-from alpa_strategy.sharding.per_step import PerStep, per_step_of
+from alpa_strategy.sharding.per_step import PerStep
+from alpa_strategy.sharding.stage_graphs import stage_graphs
 from alpa_strategy.sharding.strategies import is_random
 
 
@@ -33,14 +30,11 @@ def lower(
     device: torch.device,
     random: ShardedRandom,
     compiler: Compiler | None = None,
-    overlaps: bool = True,
 ) -> LoweredStep:
     """Write the program of the device at `mesh.coordinate`.
 
     Args:
         compiler: compiles segments of the program; None: nothing is compiled.
-        overlaps: whether matmuls are overlapped with collectives (`lower/overlapped_matmul.py`).
-            Not possible if a backward is split in two, or differentiated.
     """
     writer = ProgramWriter(
         step,
@@ -50,7 +44,6 @@ def lower(
         random,
         prefetched=prefetchable(step),
         compiler=compiler,
-        overlaps=overlaps,
     )
     return writer.program()
 
@@ -76,84 +69,39 @@ def lower_stage(
     device: torch.device,
     random: ShardedRandom,
     compiler: Compiler | None = None,
-    overlaps: bool = True,
 ) -> LoweredStage:
     """Write the programs of a stage of the micro-batched `step`.
 
     Programs that run once per step are not compiled. For the arguments see `lower`.
     """
-    stage_graph = slice_stage(step, *stage.ops)
-    once_per_step = per_step_of(stage_graph, _execution(stage).per_step_ops)
-
+    graphs = stage_graphs(step, stage, execution_of(stage).per_step_ops)
     per_step_programs: list[LoweredStep] = []
     layouts: dict[int, DualLayout] = {}
-    for derivation in once_per_step.derivations:
+    for derivation in graphs.once.derivations:
         # Nothing leaves this graph but the values.
-        graph = stage_graph.part([stage_graph.ops[index] for index in derivation.ops])
+        graph = graphs.stage.part([graphs.stage.ops[index] for index in derivation.ops])
         writer = ProgramWriter(graph, stage, mesh, device, random)
         per_step_programs.append(writer.program(derivation.values))
         for value in derivation.values:
             layouts[value] = writer.layouts[value]
 
-    per_step_ops = {stage_graph.ops[index].name for index in once_per_step.ops}
-    graphs = []
-    for span in stage.spans:
-        span_graph = slice_stage(step, *span)
-        graphs.append(_without(span_graph, per_step_ops, once_per_step.values))
-
     spans: list[tuple[StepGraph, LoweredStep]] = []
-    for number, graph in enumerate(graphs):
-        read_later: set[int] = set()
-        for later in graphs[number + 1 :]:
-            read_later.update(later.received)
-        passed_on = tuple(value for value in graph.sent if value in read_later)
-        sent = tuple(value for value in graph.sent if value in stage_graph.sent)
-        graph = replace(graph, sent=sent)
+    for segment in graphs.segments:
         writer = ProgramWriter(
-            graph,
+            segment.graph,
             stage,
             mesh,
             device,
             random,
             made_before=layouts,
-            per_step_values=once_per_step.values,
-            prefetched=frozenset() if stage.remat else prefetchable(graph),
+            per_step_values=graphs.once.values,
+            prefetched=frozenset() if stage.remat else prefetchable(segment.graph),
             compiler=compiler,
-            overlaps=overlaps,
         )
-        spans.append((graph, writer.program(passed_on)))
-        for value in passed_on:
+        spans.append((segment.graph, writer.program(segment.passed_on)))
+        for value in segment.passed_on:
             layouts[value] = writer.layouts[value]
-    return LoweredStage(once_per_step, tuple(per_step_programs), tuple(spans))
-
-
-def _execution(stage: StagePlan) -> Execution:
-    """Return what planning has decided on a stage's programs.
-
-    Raises:
-        PlanError: nothing.
-    """
-    if stage.execution is None:
-        raise PlanError("the plan lacks the `execution` of a stage", FIX)
-    return stage.execution
-
-
-def _without(
-    graph: StepGraph, names: Collection[str], per_step_values: Collection[int]
-) -> StepGraph:
-    """A recompute segment without the ops that run once per step.
-
-    Args:
-        names: of these ops.
-        per_step_values: their results that the segment reads.
-    """
-    ops = tuple(op for op in graph.ops if op.name not in names)
-    read = set(graph.escaping)
-    for op in ops:
-        read.update(op.operands)
-    read -= set(per_step_values)
-    received = tuple(value for value in graph.received if value in read)
-    return replace(graph, ops=ops, received=received)
+    return LoweredStage(graphs.once, tuple(per_step_programs), tuple(spans))
 
 
 def prefetchable(step: StepGraph) -> frozenset[int]:

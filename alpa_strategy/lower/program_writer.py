@@ -18,13 +18,15 @@ from alpa_strategy.comm.mesh import MeshComm
 from alpa_strategy.comm.random import ShardedRandom
 from alpa_strategy.comm.reshard import Reshard
 from alpa_strategy.cost.flops import CONVOLUTIONS, op_base_name
+from alpa_strategy.errors import PlanError
 from alpa_strategy.ir.gathers import is_gather, local_bytes
 from alpa_strategy.ir.graph import Op, StepGraph
 from alpa_strategy.ir.guards import SymbolicScalar, at_counters, is_symbolic
 from alpa_strategy.ir.op import AxisStrategy, LocalCall, OpCall, Slot
 from alpa_strategy.ir.per_rank import PerRank, with_rank_dim
 from alpa_strategy.ir.placement import INVARIANT, DualLayout, dual_layout_to_str, value_layout
-from alpa_strategy.ir.plan import StagePlan
+from alpa_strategy.ir.plan import Execution, StagePlan
+from alpa_strategy.ir.plan_file import FIX
 from alpa_strategy.ir.stage_graph import batch_layout, leaving_layouts
 from alpa_strategy.lower.lines import (
     Line,
@@ -61,11 +63,11 @@ class ProgramWriter:
     # values whose resharding is launched before the forward
     prefetched: Collection[int] = ()
     compiler: Compiler | None = None
-    overlaps: bool = False
 
     def __post_init__(self) -> None:
         step = self.step
         stage = self.stage
+        self.execution = execution_of(stage)
         # path of the submodule whose op is being written
         self.module = ""
         # names of the ops that are written
@@ -78,6 +80,13 @@ class ProgramWriter:
         self.copies: dict[tuple[int, DualLayout], str] = {}
         # values that later recompute segments read
         self.passed_on: tuple[int, ...] = ()
+
+        by_name = {op.name: op for op in step.ops}
+        # matmul -> the matmuls that it is fused with, itself included
+        self.fused: dict[str, list[Op]] = {}
+        for group in self.execution.fused_matmuls:
+            ops = [by_name[name] for name in group if name in by_name]
+            self.fused.update({op.name: ops for op in ops})
 
         sums_in_fp32 = any(plan.sums_in_fp32 for plan in stage.parameter_plans.values())
         # Casts of parameters are done by their reshardings, so that gradients are summed before
@@ -111,7 +120,11 @@ class ProgramWriter:
         if op.name in self.done:
             return
         self.module = op.module
-        if self.overlaps and self.overlap_with_allreduce(op):
+        if op.name in self.fused:
+            self.products(self.fused[op.name], is_fused=True)
+            return
+        if op.name in self.execution.chunk_dims:
+            self.products([op], is_fused=False)
             return
         self.done.add(op.name)
 
@@ -312,64 +325,15 @@ class ProgramWriter:
 
     # --- Matmuls that are overlapped with a sum over devices.
 
-    def overlap_with_allreduce(self, op: Op) -> bool:
-        """Write a matmul that is overlapped with the sum of its input's gradients or of its result.
-
-        All matmuls that read the input so are written with it.
-
-        Returns:
-            Whether `op` was written; False if there is no such sum.
-        """
-        product = self.product(op)
-        if product is None:
-            return False
-        value = op.operands[product.rows]
-        layout = self.operand_layout(op, product.rows)
-        shape = self.step.values[value].shape
-        subject = self.step.name_of(value)
-        into = Reshard(self.layouts[value], layout, shape, self.mesh, subject=subject)
-        # Gradients of all ops that read the input in this layout are summed at once.
-        readers = []
-        for index, position in self.step.consumers[value]:
-            reader = self.step.ops[index]
-            if self.operand_layout(reader, position) == layout:
-                readers.append(reader)
-        # An op may read it twice.
-        readers = list(dict.fromkeys(readers))
-        is_summed = self.step.values[value].requires_grad and len(into.gradient_sums) == 1
-        if is_summed and self.are_products_of(value, readers):
-            self.products(readers, into)
-        elif self.chunked_sum(op) is not None:
-            self.products([op], None)
-        return op.name in self.done
-
-    def are_products_of(self, value: int, ops: Sequence[Op]) -> bool:
-        """Whether `ops` are matmuls of `value` that can be written now.
-
-        None of them is written. Their other operands are, or are computed from parameters alone.
-        """
-        for op in ops:
-            if op.name in self.done:
-                return False
-            product = self.product(op)
-            if product is None or op.operands[product.rows] != value:
-                return False
-            if op.operands.count(value) > 1:
-                return False
-            for other in op.operands:
-                if other == value or other in self.layouts:
-                    continue
-                maker = self.step.ops[self.step.makers[other]]
-                if not self.parameters.issuperset(maker.operands):
-                    return False
-        return True
-
-    def products(self, ops: Sequence[Op], into: Reshard | None) -> None:
+    def products(self, ops: Sequence[Op], is_fused: bool) -> None:
         """Write the line of matmuls of one input; see `OverlappedMatmul`.
 
         Args:
-            into: the resharding of their input, if that is part of the line.
+            ops: the matmuls.
+            is_fused: whether the resharding of their input is part of the line, so that the sum of
+                its gradient is overlapped.
         """
+        into = self._input_resharding(ops[0]) if is_fused else None
         input_name = ""
         operands: list[str] = []
         results: list[str] = []
@@ -377,7 +341,6 @@ class ProgramWriter:
         for op in ops:
             product = product_of(op.call)
             assert product is not None
-            chunks = self.chunked_sum(op)
             operands += self._weight_and_bias(op, product)
             (result,) = op.results
             value = op.operands[product.rows]
@@ -387,11 +350,13 @@ class ProgramWriter:
             self.done.add(op.name)
             self.layouts[result] = self.result_layout(op, 0)
             adds_bias = self._adds_bias(op)
-            if chunks is None:
+            if op.name not in self.execution.chunk_dims:
                 specs.append(MatmulSpec(product, adds_bias))
                 results.append(f"v{result}")
             else:
-                summed, dim, num_chunks = chunks
+                summed = self._result_sum(op)
+                dim = self.execution.chunk_dims[op.name]
+                num_chunks = self.stage.num_chunks.get(op.name, 1)
                 specs.append(MatmulSpec(product, adds_bias, summed, dim, num_chunks))
                 results.append(f"v{result}_0")
                 self.copies[result, summed.dst] = results[-1]
@@ -425,51 +390,27 @@ class ProgramWriter:
                 return False
         return True
 
-    def product(self, op: Op) -> Product | None:
-        """Return the matmul that the device computes for an op; None if it is something else."""
-        if is_symbolic(op.call) or op.name in self.stage.recomputed_ops:
-            return None
-        for strategy in self.stage.strategies[op.name]:
-            if strategy.implementation not in (None, "bias_on_first"):
-                return None
-        return product_of(op.call)
+    def _input_resharding(self, op: Op) -> Reshard:
+        """Return the resharding of a matmul's input to the layout that it takes."""
+        product = product_of(op.call)
+        assert product is not None
+        value = op.operands[product.rows]
+        return Reshard(
+            self.layouts[value],
+            self.operand_layout(op, product.rows),
+            self.step.values[value].shape,
+            self.mesh,
+            subject=self.step.name_of(value),
+        )
 
-    def chunked_sum(self, op: Op) -> tuple[Reshard, int, int] | None:
-        """Return how a matmul's result is summed chunk by chunk: (sum, dim, number of chunks).
-
-        None unless the plan requires it, and the result is read in one layout alone.
-        """
-        num_chunks = self.stage.num_chunks.get(op.name, 1)
-        value = op.results[0]
-        meta = op.call.results[0]
-        targets = set()
-        for index, position in self.step.consumers.get(value, ()):
-            targets.add(self.operand_layout(self.step.ops[index], position))
-        leaves = value in {*self.step.escaping, *self.step.sent, *self.passed_on}
-        if num_chunks == 1 or leaves or len(targets) != 1:
-            return None
-        product = self.product(op)
-        if product is None:
-            return None
-        is_in_segments = len(meta.shape) != len(op.call.operands[product.rows].shape)
-        if is_in_segments:
-            return None
-
-        source = self.result_layout(op, 0)
+    def _result_sum(self, op: Op) -> Reshard:
+        """Return the resharding of a matmul's result to the one layout in which it is read."""
+        (value,) = op.results
+        index, position = self.step.consumers[value][0]
+        target = self.operand_layout(self.step.ops[index], position)
+        shape = op.call.results[0].shape
         subject = self.step.name_of(value)
-        reshard = Reshard(source, targets.pop(), meta.shape, self.mesh, subject=subject)
-        if len(reshard.value_sums) != 1:
-            return None
-        sizes = value_layout(source).local_shape(meta.shape, self.mesh.shape, self.mesh.coordinate)
-        # Any dim but the last, and the one that is sharded by the sum.
-        dims = []
-        for dim in range(len(sizes) - 1):
-            if dim != reshard.value_sums[0].dim and sizes[dim] > 1:
-                dims.append(dim)
-        if not dims:
-            return None
-        largest = max(dims, key=sizes.__getitem__)
-        return reshard, largest, min(num_chunks, sizes[largest])
+        return Reshard(self.result_layout(op, 0), target, shape, self.mesh, subject=subject)
 
     # --- Values in other layouts, and the program.
 
@@ -586,6 +527,17 @@ class ProgramWriter:
         # With a comma after each, so that one result is a tuple, too.
         returned = "".join(f"{result}, " for result in results)
         self.lines.append(Line(f"return ({returned})", (), tuple(results)))
+
+
+def execution_of(stage: StagePlan) -> Execution:
+    """Return what planning has decided on a stage's programs.
+
+    Raises:
+        PlanError: nothing.
+    """
+    if stage.execution is None:
+        raise PlanError("the plan lacks the `execution` of a stage", FIX)
+    return stage.execution
 
 
 def _is_image_convolution(call: OpCall) -> bool:

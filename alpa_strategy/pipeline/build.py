@@ -60,9 +60,6 @@ class StageDevices:
     # The ranks that run the stages; None: all of the job.
     group: Any = None
 
-    # Whether programs overlap collectives with computation (see `lower`).
-    overlaps: bool = True
-
 
 def build_pipeline(
     module: nn.Module,
@@ -103,7 +100,7 @@ def build_pipeline(
         if places.compiler is not None:
             reason = f"{schedule} splits the backward, which compiled programs cannot"
             warnings.warn(f"alpa: compile: {reason}: stages run uncompiled", stacklevel=2)
-        places = replace(places, compiler=None, overlaps=False)
+        places = replace(places, compiler=None)
 
     local_stages: dict[int, LocalStage] = {}
     for index, (stage_graph, stage, mesh) in enumerate(
@@ -163,9 +160,7 @@ def _program(
     random = places.randoms[index]
     mesh = places.meshes[index]
     assert mesh is not None
-    lowered = lower_stage(
-        graph, stage, mesh, places.device, random, places.compiler, places.overlaps
-    )
+    lowered = lower_stage(graph, stage, mesh, places.device, random, places.compiler)
     per_step = PerStepValues(lowered.per_step_programs)
     index_in_batch = {leaf.value: position for position, leaf in enumerate(graph.batch)}
 

@@ -172,17 +172,7 @@ class PlanRuntime:
         parameters = self.store.of_stage[0]
         parameters.will_read(step.dtypes_read)
 
-        # In an eager plan the user's own code may differentiate twice.
-        overlaps = not self._plan.is_eager
-        lowered = lower(
-            step,
-            stage,
-            mesh,
-            places.device,
-            places.randoms[0],
-            places.compiler,
-            overlaps=overlaps,
-        )
+        lowered = lower(step, stage, mesh, places.device, places.randoms[0], places.compiler)
         plans = stage.parameter_plans.values()
         gathers_at_use = any(map(is_gathered_at_use, plans))
         regathers = gathers_at_use or bool(stage.recomputed_ops)

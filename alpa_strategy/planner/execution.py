@@ -4,14 +4,18 @@ It follows from the layouts and the step. Lowering decides nothing of it again: 
 plan has, also where the plan file was edited.
 """
 
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 
 from alpa_strategy.errors import PlanError
 from alpa_strategy.ir.execution import Execution
 from alpa_strategy.ir.graph import StepGraph
-from alpa_strategy.ir.plan import Plan, StagePlan
+from alpa_strategy.ir.plan import Plan, StagePlan, stage_ranks
 from alpa_strategy.ir.stage_graph import slice_stage
-from alpa_strategy.sharding.per_step import not_per_step, per_step
+from alpa_strategy.planner.matmul_overlap import Group, MatmulOverlap, layouts_of_stage
+from alpa_strategy.schedules import splits_backward
+from alpa_strategy.sharding.per_step import PerStep, not_per_step, per_step
+from alpa_strategy.sharding.stage_graphs import SegmentGraph, StageGraphs, stage_graphs
 
 _FIX = "correct it, or delete the stage's `execution`: it is then decided anew"
 
@@ -26,15 +30,19 @@ def with_execution(plan: Plan, graph: StepGraph) -> Plan:
         plan: the plan.
         graph: the step, or its micro-batch if there are several (`MicroStep.graph`).
     """
+    overlaps = can_overlap(plan)
     stages = []
     for stage in plan.stages:
         if stage.execution is None:
-            stage = replace(stage, execution=stage_execution(graph, stage, plan.is_pipelined))
+            execution = stage_execution(graph, stage, plan.is_pipelined, overlaps)
+            stage = replace(stage, execution=execution)
         stages.append(stage)
     return replace(plan, stages=tuple(stages))
 
 
-def stage_execution(graph: StepGraph, stage: StagePlan, is_pipelined: bool) -> Execution:
+def stage_execution(
+    graph: StepGraph, stage: StagePlan, is_pipelined: bool, overlaps: bool = True
+) -> Execution:
     """Return the execution of one stage of `graph`.
 
     Args:
@@ -42,28 +50,99 @@ def stage_execution(graph: StepGraph, stage: StagePlan, is_pipelined: bool) -> E
         stage: its plan.
         is_pipelined: whether a pipeline runs it (`Plan.is_pipelined`). Else a program computes the
             full batch at once.
+        overlaps: whether matmuls overlap with sums (`can_overlap`).
     """
-    part = slice_stage(graph, *stage.ops)
     per_step_ops: tuple[str, ...] = ()
     if is_pipelined and not stage.recompute_per_microbatch:
+        part = slice_stage(graph, *stage.ops)
         per_step_ops = tuple(part.ops[index].name for index in sorted(per_step(part).ops))
-    return Execution(per_step_ops)
+    if not overlaps:
+        return Execution(per_step_ops, (), {})
+    graphs = _graphs(graph, stage, is_pipelined, per_step_ops)
+    return Execution(per_step_ops, *_overlap(graphs, stage))
 
 
-def check_execution(stage: StagePlan, part: StepGraph, where: str) -> None:
-    """Check that a program with a stage's execution computes the stage.
+def can_overlap(plan: Plan) -> bool:
+    """Whether matmuls may overlap with sums: their backward is computed once, in one piece.
+
+    The user's own code may differentiate an eager step twice.
+    """
+    if plan.is_eager:
+        return False
+    num_meshes = len({stage_ranks(stage) for stage in plan.stages})
+    num_stages = len(plan.stages)
+    if num_stages == 1:
+        return True
+    return not splits_backward(
+        plan.schedule, num_meshes, plan.num_microbatches, num_stages // num_meshes
+    )
+
+
+def _graphs(
+    graph: StepGraph, stage: StagePlan, is_pipelined: bool, per_step_ops: Collection[str]
+) -> StageGraphs:
+    """Return the graphs of a stage's programs; the step is one program without a pipeline."""
+    if is_pipelined:
+        return stage_graphs(graph, stage, per_step_ops)
+    return StageGraphs(graph, PerStep(), (SegmentGraph(graph, ()),))
+
+
+def _overlap(
+    graphs: StageGraphs,
+    stage: StagePlan,
+    wanted: tuple[Collection[Group], Mapping[str, int]] | None = None,
+) -> tuple[tuple[Group, ...], dict[str, int]]:
+    """Return the groups of fused matmuls, and the dims of chunks, of all programs of a stage.
 
     Args:
-        stage: its plan, which has an execution.
-        part: the ops of the stage.
-        where: the stage in the plan, for the error.
+        graphs: its programs.
+        stage: its plan.
+        wanted: see `MatmulOverlap`.
+    """
+    layouts = layouts_of_stage(graphs.stage, stage)
+    groups: list[Group] = []
+    chunk_dims: dict[str, int] = {}
+    for segment in graphs.segments:
+        overlap = MatmulOverlap(segment, stage, layouts, graphs.once.values, wanted)
+        groups += overlap.groups
+        chunk_dims |= overlap.chunk_dims
+    return tuple(groups), chunk_dims
+
+
+def check_execution(plan: Plan, index: int, graph: StepGraph) -> None:
+    """Check that programs with the execution of a stage compute the stage.
+
+    Args:
+        plan: the plan.
+        index: of the stage, which has an execution.
+        graph: the step, or its micro-batch if there are several.
 
     Raises:
-        PlanError: it would compute something else, or cannot be written.
+        PlanError: they would compute something else, or cannot be written.
     """
+    stage = plan.stages[index]
     execution = stage.execution
     assert execution is not None
+    where = f"stages[{index}].execution"
+    part = slice_stage(graph, *stage.ops)
     for name in not_per_step(part, execution.per_step_ops):
-        raise PlanError(
-            f"{where}.execution.per_step_ops has {name!r}, which cannot run once per step", _FIX
-        )
+        raise PlanError(f"{where}.per_step_ops has {name!r}, which cannot run once per step", _FIX)
+
+    possible: tuple[tuple[Group, ...], dict[str, int]] = (), {}
+    if can_overlap(plan):
+        graphs = _graphs(graph, stage, plan.is_pipelined, execution.per_step_ops)
+        wanted = execution.fused_matmuls, execution.chunk_dims
+        possible = _overlap(graphs, stage, wanted)
+    for group in execution.fused_matmuls:
+        if group not in possible[0]:
+            raise PlanError(
+                f"{where}.fused_matmuls has {list(group)}, which cannot be one line of the program",
+                _FIX,
+            )
+    for name, dim in execution.chunk_dims.items():
+        if possible[1].get(name) != dim:
+            raise PlanError(
+                f"{where}.chunk_dims has {name!r}: {dim}, but its result cannot be summed in such"
+                " chunks",
+                _FIX,
+            )

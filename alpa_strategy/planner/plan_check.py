@@ -54,8 +54,6 @@ def check_plan(
         part = slice_stage(graph, *stage.ops)
         _check_strategies(stage, part, where)
         _check_recomputed(stage, part, where)
-        if stage.execution is not None:
-            check_execution(stage, part, where)
         for parameter in part.parameters:
             how = _check_parameter(stage, parameter, where)
             if stored.setdefault((stage_ranks(stage), parameter.name), how) != how:
@@ -71,6 +69,8 @@ def check_plan(
                 f"{where} receives value {missing[0]}, which no earlier stage makes", _FIX
             )
         available.update(part.sent)
+        if stage.execution is not None:
+            check_execution(plan, index, graph)
 
 
 def _check_ops(stages: Sequence[StagePlan], graph: StepGraph) -> None:

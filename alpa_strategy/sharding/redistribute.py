@@ -14,6 +14,7 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
 from torch.distributed.tensor.placement_types import Partial, Placement, Replicate, Shard
@@ -218,3 +219,60 @@ def _share(layout: Sequence[DualPlacement], mesh_shape: Sequence[int], axis: int
         if other != axis and placement.shard_dim is not None:
             share /= mesh_shape[other]
     return share
+
+
+class AxisSum(NamedTuple):
+    """A sum over the devices of one mesh axis, or of all axes at once."""
+
+    axes: tuple[int, ...]
+
+    # The dim of which every device gets a shard of the sum; None: it gets all of it.
+    dim: int | None
+
+
+# (axis, placement before, placement after) of a tensor on one mesh axis.
+Move = tuple[int, Placement, Placement]
+
+
+def sums_of(moves: Sequence[Move], mesh_shape: tuple[int, ...]) -> tuple[AxisSum, ...]:
+    """Return the sums over devices that `moves` are: one per move, or one over all axes at once.
+
+    () if they do anything else.
+    """
+    for _, before, after in moves:
+        if before != Partial() or not isinstance(after, Replicate | Shard):
+            return ()
+    summed_in_full = {axis for axis, _, after in moves if after == Replicate()}
+    larger_axes = {axis for axis, size in enumerate(mesh_shape) if size != 1}
+    if len(summed_in_full) == len(moves) > 1 and summed_in_full >= larger_axes:
+        return (AxisSum(tuple(sorted(summed_in_full)), None),)
+    sums = []
+    for axis, _, after in moves:
+        sums.append(AxisSum((axis,), after.dim if isinstance(after, Shard) else None))
+    return tuple(sums)
+
+
+def value_sums(
+    source: DualLayout, target: DualLayout, mesh_shape: tuple[int, ...]
+) -> tuple[AxisSum, ...]:
+    """Return the sums that bring values from `source` to `target`; () if more is done, or
+    nothing.
+    """
+    moves = []
+    for step in reshard_steps(source, target, mesh_shape):
+        if mesh_shape[step.axis] > 1 and step.src.value != step.dst.value:
+            moves.append((step.axis, step.src.value, step.dst.value))
+    return sums_of(moves, mesh_shape)
+
+
+def gradient_sums(
+    source: DualLayout, target: DualLayout, mesh_shape: tuple[int, ...]
+) -> tuple[AxisSum, ...]:
+    """Return the sums that bring gradients back from `target` to `source`; () if more is done, or
+    nothing.
+    """
+    moves = []
+    for step in reversed(reshard_steps(source, target, mesh_shape)):
+        if mesh_shape[step.axis] > 1 and step.dst.grad != step.src.grad:
+            moves.append((step.axis, step.dst.grad, step.src.grad))
+    return sums_of(moves, mesh_shape)

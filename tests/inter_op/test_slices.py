@@ -5,6 +5,7 @@ step.
 from __future__ import annotations
 
 import random as python_random
+from dataclasses import replace
 from functools import cache
 from itertools import pairwise
 
@@ -28,6 +29,7 @@ from alpa_strategy.ir.plan import Fingerprint, Plan, Predicted
 from alpa_strategy.ir.run_step import run_step
 from alpa_strategy.ir.stage_graph import crossing_values, slice_stage
 from alpa_strategy.lower.codegen import lower
+from alpa_strategy.planner.execution import stage_execution
 
 ADAM = OptimizerInfo(state_bytes=16)
 CLUSTER = ClusterSpec.load("pcie_8gpu", {"num_nodes": 1, "devices_per_node": 2})
@@ -213,6 +215,7 @@ def test_stages_under_random_plans_equal_the_whole_step(name):
                 for choice in intra.problem.choices
             ]
             plan = decode(intra, assignment, (1, 2), Predicted(0.0, 0))
+            plan = replace(plan, execution=stage_execution(stage, plan, is_pipelined=False))
             assert (set(plan.received), set(plan.sent)) == (set(stage.received), set(stage.sent))
             plans.append(plan)
         plan = Plan(Fingerprint(*"abcdef"), tuple(plans), Predicted(1.0, 1))

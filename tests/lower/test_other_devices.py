@@ -6,6 +6,7 @@ operands is an error."""
 from __future__ import annotations
 
 import random as python_random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from alpa_strategy.cost.measured import time_call
 from alpa_strategy.ir.placement import Layout, value_layout
 from alpa_strategy.ir.run_step import run_step
 from alpa_strategy.lower.codegen import lower
+from alpa_strategy.planner.execution import stage_execution
 
 META = torch.device("meta")
 
@@ -30,6 +32,7 @@ def test_a_lowered_program_stays_on_its_device(name):
         stage = stage_of(
             intra, random_assignment(intra, python_random.Random(f"{name}{seed}")), (2,)
         )
+        stage = replace(stage, execution=stage_execution(case.step, stage, is_pipelined=False))
 
         def run(mesh: ThreadMesh, stage=stage):
             program = lower(case.step, stage, mesh, META, ShardedRandom(mesh, 0))

@@ -20,14 +20,16 @@ from alpa_strategy.comm.reshard import Reshard
 from alpa_strategy.errors import PlanError
 from alpa_strategy.ir.graph import StepGraph
 from alpa_strategy.ir.optimizer_info import OptimizerInfo
-from alpa_strategy.ir.plan import Plan
+from alpa_strategy.ir.plan import EAGER_SCHEDULE, Plan
 from alpa_strategy.lower.codegen import lower
 from alpa_strategy.lower.overlapped_matmul import MatmulSpec
+from alpa_strategy.planner.execution import with_execution
 from alpa_strategy.planner.plan_check import check_plan
 from alpa_strategy.planner.planner import choose_plan
 from alpa_strategy.planner.task import PlanTask
 
 CPU = torch.device("cpu")
+META = torch.device("meta")
 
 
 def planned(step: StepGraph, overlap: float, parallel: str = "tensor") -> Plan:
@@ -63,14 +65,20 @@ def test_weights_wait_until_the_sum_of_the_input_has_begun(monkeypatch):
     assert "rrsww" in first, "gate and up read one input"
 
 
-def test_matmul_rewrites_are_skipped_for_double_backward():
+@pytest.mark.parametrize("schedule", ["none", EAGER_SCHEDULE])
+def test_matmuls_of_eager_steps_are_not_fused(schedule):
+    """The user's code may differentiate them twice."""
     case = captured("gpt", 2)
-    stage = replace(planned(case.step, 0.0).stages[0], num_chunks={"linear_1": 2})
+    plan = replace(planned(case.step, 0.0), schedule=schedule)
+    stage = replace(plan.stages[0], num_chunks={"linear_1": 2}, execution=None)
+    (stage,) = with_execution(replace(plan, stages=(stage,)), case.step).stages
 
     def source(mesh):
-        return lower(case.step, stage, mesh, CPU, ShardedRandom(mesh, 0), overlaps=False).source
+        return lower(case.step, stage, mesh, CPU, ShardedRandom(mesh, 0)).source
 
-    assert "products_" not in run_on_threads((2,), source)[0]
+    fused = stage.execution.fused_matmuls
+    assert bool(fused) == (schedule == "none")
+    assert ("products_" in run_on_threads((2,), source)[0]) == bool(fused)
 
 
 class Wide(pl.LightningModule):
@@ -112,3 +120,67 @@ def test_a_wrong_number_of_parts_is_refused(wide):
         stage = replace(plan.stages[0], num_chunks=wrong)
         with pytest.raises(PlanError, match="in_parts"):
             check_plan(replace(plan, stages=(stage,)), wide, 2)
+
+
+def with_execution_of(plan: Plan, **fields: object) -> Plan:
+    """The plan with other fields in the execution of its only stage."""
+    (stage,) = plan.stages
+    return replace(plan, stages=(replace(stage, execution=replace(stage.execution, **fields)),))
+
+
+def text_of(plan: Plan, step: StepGraph) -> str:
+    """The program of the first device, and the matmuls that its names stand for."""
+
+    def text(mesh):
+        program = lower(step, plan.stages[0], mesh, META, ShardedRandom(mesh, 0))
+        names = program.function.__globals__
+        matmuls = [names[name].args for name in names if name.startswith("products_")]
+        return f"{program.source} {matmuls}"
+
+    return run_on_threads((2,), text)[0]
+
+
+def test_the_program_has_the_fused_matmuls_of_the_plan():
+    step = captured("llama", 2).step
+    plan = planned(step, 0.0)
+    groups = plan.stages[0].execution.fused_matmuls
+    assert max(map(len, groups)) == 2, "gate and up read one input"
+    fewer = with_execution_of(plan, fused_matmuls=groups[1:])
+    check_plan(fewer, step, 2)
+    assert text_of(plan, step).count(" = products_") == len(groups)
+    assert text_of(fewer, step).count(" = products_") == len(groups) - 1
+    stored = Plan.from_dict(plan.to_dict())
+    assert text_of(stored, step) == text_of(plan, step)
+
+
+def test_the_program_has_the_chunks_of_the_plan():
+    step = captured("gpt", 2).step
+    plan = planned(step, 0.0)
+    matmuls = [name for name in plan.stages[0].strategies if name.startswith("linear")]
+    stage = replace(plan.stages[0], num_chunks=dict.fromkeys(matmuls, 2), execution=None)
+    plan = with_execution(replace(plan, stages=(stage,)), step)
+    dims = plan.stages[0].execution.chunk_dims
+    assert dims
+    for name, dim in dims.items():
+        changed = with_execution_of(plan, chunk_dims={name: dim})
+        check_plan(changed, step, 2)
+        assert text_of(changed, step).count(f"dim={dim}, num_chunks=2") == 1
+    none = with_execution_of(plan, chunk_dims={})
+    check_plan(none, step, 2)
+    assert "num_chunks=2" not in text_of(none, step)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("fused_matmuls", (("linear",),)),
+        ("fused_matmuls", (("linear", "nothing"),)),
+        ("chunk_dims", {"linear_1": 1}),
+        ("chunk_dims", {"relu": 0}),
+    ],
+)
+def test_an_overlap_that_is_impossible_is_refused(wide, field, value):
+    """Data parallelism sums no gradient of an input; dim 1 is the last."""
+    plan = planned(wide, 0.75, parallel="data" if field == "fused_matmuls" else "tensor")
+    with pytest.raises(PlanError, match=field):
+        check_plan(with_execution_of(plan, **{field: value}), wide, 2)

@@ -41,6 +41,7 @@ from alpa_strategy.planner.execution import stage_execution
 from alpa_strategy.planner.pipeline_search import plan_pipeline
 from alpa_strategy.planner.task import PlanTask
 from alpa_strategy.runtime.parameters import ParameterStore
+from alpa_strategy.schedules import splits_backward
 
 ADAM = OptimizerInfo(state_bytes=16)
 CASES = {
@@ -120,8 +121,16 @@ def sharded(module, micro, stages, meshes):
     return store.of_stage
 
 
+def without_overlap(stage):
+    """The stage as planned for a backward in halves."""
+    return replace(stage, execution=replace(stage.execution, fused_matmuls=(), chunk_dims={}))
+
+
 def prepare(module, micro, stages, schedule):
     """(pipeline, this rank's parameters per mesh), ready to step."""
+    num_meshes = len({stage_ranks(stage) for stage in stages})
+    if splits_backward(schedule, num_meshes, micro.num_microbatches, len(stages) // num_meshes):
+        stages = [without_overlap(stage) for stage in stages]
     meshes = build_stage_meshes([(stage.logical_mesh, stage_ranks(stage)) for stage in stages])
     stores = sharded(module, micro, stages, meshes)
     distinct = list({id(s): s for s in stores.values()}.values())

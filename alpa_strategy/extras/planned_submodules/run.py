@@ -348,9 +348,14 @@ def _combined(plan: Plan, plan_of_calls: Plan) -> Plan:
     """Return the plan of the calls with the parameters and notes of the module's eager `plan`."""
     stage = plan.stages[0]
     stage_of_calls = plan_of_calls.stages[0]
+    # The user's code may differentiate the programs twice.
+    execution = stage_of_calls.execution
+    if execution is not None:
+        execution = replace(execution, fused_matmuls=(), chunk_dims={})
     # Nothing is prefetched: the user's code runs between the programs.
     combined_stage = replace(
         stage_of_calls,
+        execution=execution,
         parameter_plans=stage.parameter_plans | stage_of_calls.parameter_plans,
         shapes=stage.shapes,
         prefetched_bytes=0,
