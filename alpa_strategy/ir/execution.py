@@ -20,3 +20,7 @@ class Execution:
 
     # Matmul whose result is summed in chunks (`StagePlan.num_chunks`) -> the dim of the chunks.
     chunk_dims: dict[str, int]
+
+    # Leaves of the batch (`batch[1]`) and ops on them alone, whose results are resharded before the
+    # forward.
+    early_reshardings: tuple[str, ...]

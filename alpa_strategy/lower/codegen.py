@@ -20,7 +20,6 @@ from alpa_strategy.lower.program_writer import ProgramWriter, execution_of
 from alpa_strategy.lower.segments import Compiler
 from alpa_strategy.sharding.per_step import PerStep
 from alpa_strategy.sharding.stage_graphs import stage_graphs
-from alpa_strategy.sharding.strategies import is_random
 
 
 def lower(
@@ -42,7 +41,6 @@ def lower(
         mesh,
         device,
         random,
-        prefetched=prefetchable(step),
         compiler=compiler,
     )
     return writer.program()
@@ -95,36 +93,9 @@ def lower_stage(
             random,
             made_before=layouts,
             per_step_values=graphs.once.values,
-            prefetched=frozenset() if stage.remat else prefetchable(segment.graph),
             compiler=compiler,
         )
         spans.append((segment.graph, writer.program(segment.passed_on)))
         for value in segment.passed_on:
             layouts[value] = writer.layouts[value]
     return LoweredStage(graphs.once, tuple(per_step_programs), tuple(spans))
-
-
-def prefetchable(step: StepGraph) -> frozenset[int]:
-    """Return the batch's leaves, and values computed from them without parameters and randomness.
-
-    Their reshardings are launched before the forward. For example, a mean over targets that are not
-    ignored divides by their number among the samples of all devices. When the loss needs it, all
-    devices would wait for the slowest; launched first, it has arrived long before.
-
-    Values with more bytes than the batch are left out, as they would be stored for longer. So are
-    values computed from these.
-    """
-    known = {leaf.value for leaf in step.batch}
-    batch_bytes = sum(step.values[leaf.value].num_bytes for leaf in step.batch)
-    constants = {constant.value for constant in step.constant_inputs}
-    for op in step.ops:
-        metas = [step.values[value] for value in op.results]
-        is_small = all(meta.num_bytes <= batch_bytes for meta in metas)
-        has_grad = any(meta.requires_grad for meta in metas)
-        reads_batch = any(value in known for value in op.operands)
-        reads_nothing_else = (known | constants).issuperset(op.operands)
-        if not is_small or has_grad or not reads_batch or not reads_nothing_else:
-            continue
-        if not is_random(op.call):
-            known.update(op.results)
-    return frozenset(known)

@@ -28,6 +28,7 @@ from alpa_strategy.ir.placement import INVARIANT, DualLayout, dual_layout_to_str
 from alpa_strategy.ir.plan import Execution, StagePlan
 from alpa_strategy.ir.plan_file import FIX
 from alpa_strategy.ir.stage_graph import batch_layout, leaving_layouts
+from alpa_strategy.ir.value_names import maker_names
 from alpa_strategy.lower.lines import (
     Line,
     before_first_use,
@@ -60,8 +61,6 @@ class ProgramWriter:
     made_before: Mapping[int, DualLayout] = field(default_factory=dict)
     # values that are computed once per step, and taken as parameters
     per_step_values: Collection[int] = ()
-    # values whose resharding is launched before the forward
-    prefetched: Collection[int] = ()
     compiler: Compiler | None = None
 
     def __post_init__(self) -> None:
@@ -80,6 +79,11 @@ class ProgramWriter:
         self.copies: dict[tuple[int, DualLayout], str] = {}
         # values that later recompute segments read
         self.passed_on: tuple[int, ...] = ()
+
+        names = maker_names(step)
+        early = set(self.execution.early_reshardings)
+        # values whose resharding is launched before the forward
+        self.prefetched = {value for value, name in names.items() if name in early}
 
         by_name = {op.name: op for op in step.ops}
         # matmul -> the matmuls that it is fused with, itself included

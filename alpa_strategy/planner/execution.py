@@ -12,6 +12,7 @@ from alpa_strategy.ir.execution import Execution
 from alpa_strategy.ir.graph import StepGraph
 from alpa_strategy.ir.plan import Plan, StagePlan, stage_ranks
 from alpa_strategy.ir.stage_graph import slice_stage
+from alpa_strategy.planner.early import can_be_early, early_reshardings
 from alpa_strategy.planner.matmul_overlap import Group, MatmulOverlap, layouts_of_stage
 from alpa_strategy.schedules import splits_backward
 from alpa_strategy.sharding.per_step import PerStep, not_per_step, per_step
@@ -56,10 +57,15 @@ def stage_execution(
     if is_pipelined and not stage.recompute_per_microbatch:
         part = slice_stage(graph, *stage.ops)
         per_step_ops = tuple(part.ops[index].name for index in sorted(per_step(part).ops))
-    if not overlaps:
-        return Execution(per_step_ops, (), {})
     graphs = _graphs(graph, stage, is_pipelined, per_step_ops)
-    return Execution(per_step_ops, *_overlap(graphs, stage))
+    early: tuple[str, ...] = ()
+    if not stage.remat:
+        (segment,) = graphs.segments
+        layouts = layouts_of_stage(graphs.stage, stage)
+        early = early_reshardings(segment.graph, stage, layouts)
+    if not overlaps:
+        return Execution(per_step_ops, (), {}, early)
+    return Execution(per_step_ops, *_overlap(graphs, stage), early)
 
 
 def can_overlap(plan: Plan) -> bool:
@@ -127,6 +133,14 @@ def check_execution(plan: Plan, index: int, graph: StepGraph) -> None:
     part = slice_stage(graph, *stage.ops)
     for name in not_per_step(part, execution.per_step_ops):
         raise PlanError(f"{where}.per_step_ops has {name!r}, which cannot run once per step", _FIX)
+
+    for name in execution.early_reshardings:
+        if stage.remat or name not in can_be_early(part):
+            raise PlanError(
+                f"{where}.early_reshardings has {name!r}, which is not made of the batch alone, or"
+                " is recomputed",
+                _FIX,
+            )
 
     possible: tuple[tuple[Group, ...], dict[str, int]] = (), {}
     if can_overlap(plan):

@@ -5,6 +5,7 @@ prefetched.
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import lightning.pytorch as pl
 import lowered_cases
@@ -19,6 +20,7 @@ from alpa_strategy import ClusterSpec, PlanOptions, capture_step
 from alpa_strategy.comm.mesh import Pending
 from alpa_strategy.comm.saved_tensor_hooks import SavedTensorHooks
 from alpa_strategy.cost.model import RooflineCosts
+from alpa_strategy.errors import PlanError
 from alpa_strategy.intra_op.build import IntraOp, OptionTables, build
 from alpa_strategy.intra_op.decode import _forward_seconds, _gatherings, bytes_ahead
 from alpa_strategy.intra_op.restrict import restrict
@@ -26,8 +28,10 @@ from alpa_strategy.intra_op.solver.solve import solve
 from alpa_strategy.ir.gathers import launched_counts
 from alpa_strategy.ir.graph import StepGraph
 from alpa_strategy.ir.optimizer_info import OptimizerInfo
-from alpa_strategy.lower.codegen import lower, prefetchable
+from alpa_strategy.lower.codegen import lower
 from alpa_strategy.lower.lines import Line, launch_early
+from alpa_strategy.planner.early import early_values
+from alpa_strategy.planner.plan_check import check_plan
 from alpa_strategy.planner.planner import choose_plan
 from alpa_strategy.planner.task import PlanTask
 
@@ -74,11 +78,33 @@ def test_a_program_of_one_device_brings_nothing_into_another_layout():
 def test_nothing_larger_than_the_batch_is_made_early(one_hot):
     step = captured(one_hot)
     batch_bytes = sum(step.values[leaf.value].num_bytes for leaf in step.batch)
-    early = prefetchable(step)
+    early = set(early_values(step))
     assert early.issuperset(leaf.value for leaf in step.batch)
     assert all(step.values[value].num_bytes <= batch_bytes for value in early)
     assert not any(step.values[value].requires_grad for value in early)
     assert (step.loss in early) is False
+
+
+def test_the_program_launches_early_what_the_plan_says():
+    step = captured(one_hot=False)
+    cluster = ClusterSpec.load("pcie_8gpu", {"num_nodes": 1, "devices_per_node": 2})
+    options = PlanOptions(parallel="tensor")
+    plan = choose_plan(PlanTask(step, cluster, options, OptimizerInfo()))
+    (stage,) = plan.stages
+    sources = []
+    for names in (stage.execution.early_reshardings, ()):
+        stage = replace(stage, execution=replace(stage.execution, early_reshardings=names))
+        check_plan(replace(plan, stages=(stage,)), step, 2)
+        program = run_on_threads(
+            (2,), lambda mesh, stage=stage: lower(step, stage, mesh, torch.device("cpu"), None)
+        )[0]
+        sources.append(program.source)
+    assert ".start(" in sources[0]
+    assert ".start(" not in sources[1]
+
+    wrong = replace(stage.execution, early_reshardings=("linear",))
+    with pytest.raises(PlanError, match="early_reshardings has 'linear'"):
+        check_plan(replace(plan, stages=(replace(stage, execution=wrong),)), step, 2)
 
 
 def test_lines_move_with_what_they_need():
