@@ -412,7 +412,9 @@ def _recording_class(
         members |= _recording_log(record, names)
     kind = type(original.__name__, (original,), members)
     class_names = set(vars(kind))
-    hidden = () if names is None else vars(module).keys() & {"log", "log_dict"}
+    hidden: set[str] = set()
+    if names is not None:
+        hidden = vars(module).keys() & {"log", "log_dict"}
     # nn.Module's own __setattr__ would look at the value first.
     object.__setattr__(module, "__class__", kind)
     try:

@@ -163,7 +163,7 @@ class SameItems:
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, list | dict | set) or len(other) != len(self._items):
             return False
-        values = other.values() if isinstance(other, dict) else ()
+        values: Iterable[Any] = other.values() if isinstance(other, dict) else ()
         return _are_same(self._items, other) and _are_same(self._values, values)
 
 
