@@ -16,11 +16,12 @@ from itertools import accumulate, pairwise
 
 from alpa_strategy.errors import DoesNotFitError, PlanError
 from alpa_strategy.inter_op.mesh_options import allowed_shapes
-from alpa_strategy.inter_op.pins import layers_of
+from alpa_strategy.inter_op.pins import Place, layers_of
 from alpa_strategy.inter_op.simulation import runtime_seconds, simulated_seconds
 from alpa_strategy.inter_op.stage_costs import StageCostTask
 from alpa_strategy.inter_op.stage_problem import StageCost
 from alpa_strategy.inter_op.stage_solve import SolvedStage, StageRequest, StageSolver
+from alpa_strategy.ir.graph import StepGraph
 from alpa_strategy.ir.plan import Plan
 from alpa_strategy.microbatch.transform import microbatch
 from alpa_strategy.planner.assembly import plan_of
@@ -45,6 +46,9 @@ _MAX_SOLVED = 2
 
 # Most seconds of one integer program.
 _SOLVER_SECONDS = 2.0
+
+# Op indices that split a micro-batch into layers, and the meshes that are pinned for each layer.
+Layers = tuple[tuple[int, ...], tuple[frozenset[Place], ...]]
 
 # An estimate may be above the solved step by this factor.
 _SLACK = 1.03
@@ -113,6 +117,8 @@ class RegularSearch:
         # By number of micro-batches; None: the step cannot be split so.
         self._solvers: dict[int, StageSolver | None] = {}
         self._named_solvers: dict[Hashable, StageSolver] = {}
+        # By names and kinds of a micro-batch's ops.
+        self._layers_by_ops: dict[Hashable, Layers] = {}
 
     def estimates(self) -> list[Estimate]:
         """Return the configurations that seem to fit, the fastest first."""
@@ -390,12 +396,23 @@ class RegularSearch:
         )
         task = replace(task, options=options)
         graph = microbatch(task.step, count, task.cluster.num_devices).graph
-        cuts, places = layers_of(graph, task.cluster, task.options)
+        cuts, places = self._layers(graph)
         remat = task.options.remat
         if isinstance(remat, tuple):
             # Names of ops: single results are recomputed, no segments of layers.
             remat = False
         return stage_cost_task(task, graph, cuts, count, remat=remat, places=places)
+
+    def _layers(self, graph: StepGraph) -> Layers:
+        """Return the layers of a micro-batch (`layers_of`).
+
+        Micro-batches of another number have the same ops on more or fewer samples: the same layers.
+        """
+        ops = tuple((op.name, op.call.target_name) for op in graph.ops)
+        if ops not in self._layers_by_ops:
+            layers = layers_of(graph, self.task.cluster, self.task.options)
+            self._layers_by_ops[ops] = layers
+        return self._layers_by_ops[ops]
 
     def _named(self, configuration: Configuration) -> StageSolver:
         """Return the solver of a configuration's micro-batches under its names.

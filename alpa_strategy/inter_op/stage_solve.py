@@ -55,6 +55,10 @@ OFFLOADING_SIZE = 16
 HOST_PRICES = 8
 
 
+# Op positions at which a stage's recompute segments begin, and the costs of the stage with them.
+Segmentation = tuple[tuple[int, ...], StageCost]
+
+
 @dataclass(frozen=True)
 class StageRequest:
     """A stage that the DP chose: ops [first, last) on a submesh and logical shape."""
@@ -170,6 +174,8 @@ class StageSolver:
         self._free: dict[tuple, Solution] = {}
         # Those that fit, by the stage's key and the micro-batches in flight.
         self._fitting: dict[Hashable, FittedStage] = {}
+        # Of equal stages, by their key.
+        self._segmentations: dict[Hashable, list[Segmentation]] = {}
 
     def under(self, options: PlanOptions) -> "StageSolver":
         """Return a solver of the same job under other options. Results that do not depend on them
@@ -206,7 +212,7 @@ class StageSolver:
         priced = self.price(request)
         starts = request.starts
         if len(starts) > 1:
-            starts = _least_memory(priced, request.alive / request.stages_per_mesh)
+            starts = self._least_memory(priced, request.alive / request.stages_per_mesh)
         temporary_bytes = self.temporary_bytes(priced.finest.intra, priced.free)
         return self._solved(priced, FittedStage(starts, priced.free, temporary_bytes))
 
@@ -430,6 +436,19 @@ class StageSolver:
         """Return the peak of temporary bytes on a device under a solution."""
         return working_bytes(intra, solution.assignment, self.job.gradients_begin)
 
+    def _least_memory(self, priced: PricedStage, alive: float) -> tuple[int, ...]:
+        """Return the starts of the segments that need least memory under the optimum without a
+        limit.
+
+        Args:
+            alive: (micro-batch, stage) pairs in flight on the mesh.
+        """
+        ways = self._segmentations.get(priced.key) or _segmentations(priced)
+        if priced.key is not None:
+            self._segmentations[priced.key] = ways
+        starts, _ = min(ways, key=lambda way: way[1].num_bytes(alive, True))
+        return starts
+
     def _fits(self, stage: StageProblem, solution: Solution, request: StageRequest) -> bool:
         """Return whether a stage's solution fits into a device's memory."""
         cost = cost_of(stage, solution.assignment, self.temporary_bytes(stage.intra, solution))
@@ -465,7 +484,7 @@ class StageSolver:
 
         starts = request.starts
         if len(starts) > 1:
-            starts = _least_memory(priced, alive)
+            starts = self._least_memory(priced, alive)
         stage = priced.problem(starts)
         temporary_bytes = self.temporary_bytes(priced.finest.intra, solution)
         cost = cost_of(stage, solution.assignment, temporary_bytes)
@@ -526,29 +545,23 @@ class StageSolver:
         )
 
 
-def _least_memory(priced: PricedStage, alive: float) -> tuple[int, ...]:
-    """Return the starts of the segments that need least memory under the optimum without a limit.
+def _segmentations(priced: PricedStage) -> list[Segmentation]:
+    """Return ways to split a stage into recompute segments, with their costs under the optimum
+    without a limit.
 
-    Fewer and fewer segments with graphs of about equal size are tried. Many segments save more for
+    There are fewer and fewer segments, with graphs of about equal size. Many segments save more for
     every micro-batch in flight, few have larger graphs.
-
-    Args:
-        alive: (micro-batch, stage) pairs in flight on the mesh.
     """
     starts = priced.request.starts
     assignment = priced.free.assignment
     cost = cost_of(priced.finest, assignment)
-    best = starts
-    least_bytes = cost.num_bytes(alive, True)
+    ways = [(starts, cost)]
     count = len(starts) // 2
     while count:
         fewer = tuple(starts[position] for position in balanced_groups(cost.again, count))
-        num_bytes = cost_of(priced.problem(fewer), assignment).num_bytes(alive, True)
-        if num_bytes < least_bytes:
-            best = fewer
-            least_bytes = num_bytes
+        ways.append((fewer, cost_of(priced.problem(fewer), assignment)))
         count //= 2
-    return best
+    return ways
 
 
 def _whole_bytes(parts: Mapping[str, float], total: float) -> dict[str, int]:
