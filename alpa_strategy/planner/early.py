@@ -54,17 +54,18 @@ def _values_of_batch(graph: StepGraph, most_bytes: float) -> list[int]:
     alone, in the order of the graph.
     """
     known = dict.fromkeys(leaf.value for leaf in graph.batch)
-    constants = {constant.value for constant in graph.constant_inputs}
+    readable = {constant.value for constant in graph.constant_inputs} | known.keys()
     for op in graph.ops:
         metas = [graph.values[value] for value in op.results]
         is_small = all(meta.num_bytes <= most_bytes for meta in metas)
         has_grad = any(meta.requires_grad for meta in metas)
         reads_batch = any(value in known for value in op.operands)
-        reads_else = any(value not in known and value not in constants for value in op.operands)
+        reads_else = not readable.issuperset(op.operands)
         if not is_small or has_grad or not reads_batch or reads_else:
             continue
         if not is_random(op.call):
             known.update(dict.fromkeys(op.results))
+            readable.update(op.results)
     return list(known)
 
 
