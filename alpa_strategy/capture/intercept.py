@@ -273,8 +273,9 @@ def recording(
         stack.enter_context(patched(functions_of_counters(namespaces)))
         stack.enter_context(_recording_class(module, record, names, device))
         for child in module.modules():
-            is_child = child is not module and isinstance(child, LightningModule)
-            if is_child and child._trainer is not None:
+            if child is module or not isinstance(child, LightningModule):
+                continue
+            if child._trainer is not None:
                 stack.enter_context(_recording_class(child, record, None, device))
         for name, metric in module.named_modules():
             if is_metric(metric):  # those inside a collection may be called by themselves
