@@ -23,7 +23,7 @@ from alpa_strategy.comm.mesh import AxisComm, MeshComm, Pending
 from alpa_strategy.errors import RuntimeMismatchError
 from alpa_strategy.ir.placement import chunk_sizes
 from alpa_strategy.options import bucket_limit
-from alpa_strategy.runtime.sharded_parameter import ShardedParameter
+from alpa_strategy.runtime.sharded_parameter import ShardedParameter, rows_of, sparse_copy
 
 # Is called with parameters whose gradients are complete, while others are still reduced.
 Completed = Callable[[Sequence[nn.Parameter]], None]
@@ -371,7 +371,8 @@ def average(
     """Replace complete gradients by their mean over `axis`, whose devices store the same shards.
 
     As under DDP, a gradient that some devices lack is zero there, and a parameter without a
-    gradient on any device keeps none. Collective over `axis`.
+    gradient on any device keeps none. A gradient that is sparse wherever there is one stays so.
+    Collective over `axis`.
 
     Args:
         parameters: in the same order on all devices.
@@ -379,8 +380,15 @@ def average(
         device: of the collectives; some gradients may be in host memory.
         bucket_bytes: a bucket is closed when it has this many bytes.
     """
+    parameters = list(parameters)
+    kinds = _kinds_anywhere(parameters, axis)
+    sparse_rows: list[tuple[nn.Parameter, Tensor]] = []
+    for p, kind in zip(parameters, kinds, strict=True):
+        if kind == _SPARSE and p.numel():
+            sparse_rows.append((p, _rows_or_none(p)))
+
     averaged: list[tuple[list[nn.Parameter], tuple[int, ...], Pending]] = []
-    for bucket in _buckets_to_average(list(parameters), axis, bucket_bytes):
+    for bucket in _buckets_to_average(parameters, kinds, bucket_bytes):
         flat = _flat(list(map(_gradient_or_zeros, bucket)), 1 / axis.size).to(device)
         sizes = chunk_sizes(flat.numel(), axis.size)
         pending = axis.start_exchange(flat, sizes, [sizes[axis.index]] * axis.size)
@@ -403,23 +411,50 @@ def average(
         for p, mean in zip(bucket, means, strict=True):
             p.grad = mean.view(p.shape).to(p.device)
 
+    for p, rows in sparse_rows:
+        assert p.grad is not None
+        rows_of_all = axis.all_reduce(rows.int().to(device), "max").bool()
+        p.grad = sparse_copy(p.grad, rows_of_all.to(p.device))
+
+
+def _kinds_anywhere(parameters: list[nn.Parameter], axis: AxisComm) -> list[int]:
+    """Return the kind of each parameter's gradient over all devices of `axis`. Collective.
+
+    On one device there is nothing to average: no kinds.
+    """
+    if axis.size == 1:
+        return [_NO_GRADIENT] * len(parameters)
+    kinds: list[int] = []
+    for p in parameters:
+        if p.grad is None:
+            kinds.append(_NO_GRADIENT)
+        else:
+            kinds.append(_SPARSE if p.grad.is_sparse else _DENSE)
+    return all_reduce_max(kinds, axis.group)
+
+
+def _rows_or_none(parameter: nn.Parameter) -> Tensor:
+    """Return which indices of the first dim the sparse gradient has, none without a gradient."""
+    if parameter.grad is None:
+        return torch.zeros(parameter.size(0), dtype=torch.bool, device=parameter.device)
+    return rows_of(parameter.grad)
+
 
 def _gradient_or_zeros(parameter: nn.Parameter) -> Tensor:
-    return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+    """Return the local gradient as a dense tensor."""
+    if parameter.grad is None:
+        return torch.zeros_like(parameter)
+    return parameter.grad.to_dense() if parameter.grad.is_sparse else parameter.grad
 
 
 def _buckets_to_average(
-    parameters: list[nn.Parameter], axis: AxisComm, bucket_bytes: int
+    parameters: list[nn.Parameter], kinds: list[int], bucket_bytes: int
 ) -> list[list[nn.Parameter]]:
-    """Divide the parameters with a gradient on any device into buckets of one dtype. Collective."""
-    is_anywhere = [0] * len(parameters)
-    if axis.size > 1:
-        is_anywhere = all_reduce_max([p.grad is not None for p in parameters], axis.group)
-
+    """Divide the parameters with a gradient on any device into buckets of one dtype."""
     buckets: dict[tuple[torch.dtype, int], list[nn.Parameter]] = {}
     total_bytes = 0
-    for p, has_gradient in zip(parameters, is_anywhere, strict=True):
-        if has_gradient and p.numel():
+    for p, kind in zip(parameters, kinds, strict=True):
+        if kind != _NO_GRADIENT and p.numel():
             buckets.setdefault((p.dtype, total_bytes // bucket_bytes), []).append(p)
             total_bytes += p.numel() * p.element_size()
     return list(buckets.values())

@@ -325,9 +325,8 @@ class ShardedParameter:
         """Return the gradient as a dense tensor, and record its indices for `make_sparse`."""
         if not grad.is_sparse:
             return grad
-        if self.sparse_rows is None:
-            self.sparse_rows = torch.zeros(grad.size(0), dtype=torch.bool, device=grad.device)
-        self.sparse_rows[grad._indices()[0]] = True
+        rows = rows_of(grad)
+        self.sparse_rows = rows if self.sparse_rows is None else self.sparse_rows | rows
         return grad.to_dense()
 
     def no_gradient(self) -> Tensor:
@@ -370,11 +369,7 @@ class ShardedParameter:
             rows: which indices of the first dim it has, bool [shape[0]].
         """
         if self.is_unsharded and self.parameter.grad is not None:
-            grad = self.parameter.grad
-            index = rows.nonzero().T  # [1, number of indices]
-            self.parameter.grad = torch.sparse_coo_tensor(
-                index, grad[index[0]], grad.shape, is_coalesced=True
-            )
+            self.parameter.grad = sparse_copy(self.parameter.grad, rows)
 
     @property
     def has_local_gradient(self) -> bool:
@@ -529,3 +524,20 @@ def set_data(tensors: Iterable[tuple[nn.Parameter, Tensor]]) -> None:
     with torch.inference_mode(False), torch.no_grad():
         for parameter, data in tensors:
             parameter.data = data
+
+
+def rows_of(grad: Tensor) -> Tensor:
+    """Return which indices of the first dim a sparse gradient has, bool [shape[0]]."""
+    rows = torch.zeros(grad.size(0), dtype=torch.bool, device=grad.device)
+    rows[grad._indices()[0]] = True
+    return rows
+
+
+def sparse_copy(grad: Tensor, rows: Tensor) -> Tensor:
+    """Return a dense gradient as a sparse one.
+
+    Args:
+        rows: which indices of the first dim it has, bool [shape[0]].
+    """
+    index = rows.nonzero().T  # [1, number of indices]
+    return torch.sparse_coo_tensor(index, grad[index[0]], grad.shape, is_coalesced=True)

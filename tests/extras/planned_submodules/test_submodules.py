@@ -262,6 +262,30 @@ class Unruly(Program):
         )
 
 
+class Sparse(Program):
+    """A bag of words, as many as this rank has, with gradients of the words that occur."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bag = nn.EmbeddingBag(CLASSES, WIDTH, sparse=True)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        words = batch[0].flatten()[: 3 + self.global_rank]
+        bags = self.bag(words, torch.tensor([0, 1]))
+        loss = F.cross_entropy(self.head(self.net(bags)), batch[1][:2])
+        self.log("train_loss", float(loss), sync_dist=True)
+        return loss
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        # Programs make dense gradients; in the first step nothing is planned yet.
+        if self.global_step == 0:
+            indices = self.bag.weight.grad.coalesce().indices()
+            self.log("rows", float(indices.numel()))
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.02)
+
+
 class Changes(Program):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         if batch_idx == 2:
@@ -326,6 +350,7 @@ def train(
             Gan,
             Penalized,
             Unruly,
+            Sparse,
             Changes,
             Looks,
             Branches,
@@ -387,10 +412,10 @@ def assert_same(found: list[dict], expected: list[dict]) -> None:
 
 
 # By default each is divided over two of two ranks, or of four.
-PROGRAMS = ("Program", "Matches", "Masked", "Gan", "Penalized", "Unruly")
+PROGRAMS = ("Program", "Matches", "Masked", "Gan", "Penalized", "Unruly", "Sparse")
 
 
-@pytest.mark.parametrize("name", slow_but(PROGRAMS, ("Matches", "Masked", "Unruly")))
+@pytest.mark.parametrize("name", slow_but(PROGRAMS, ("Matches", "Masked", "Unruly", "Sparse")))
 def test_programs_divided_over_two_ranks(pool, tmp_path, name):
     per_rank = pool.run(2, train, name, str(tmp_path), TENSOR, 2, {})
     assert_same(per_rank, pool.run(2, train, name, str(tmp_path), None, 2, {}))
