@@ -189,6 +189,8 @@ def test_a_training_that_was_killed_while_it_was_planned_goes_on(tmp_path):
 MOMENTS = (0.05, 0.3, 0.55, 0.75, 0.95)
 # Beyond the start and what was left to do: what was being computed is computed again.
 LOST_SECONDS = 5.0
+# The same work takes up to so many more seconds of the processor while others use its caches.
+NOISE = 1.1
 LARGE = ["plan", "gpt_39b", "--cluster", "p3_16xlarge_x8", "-o", "plan.json"]
 
 
@@ -240,5 +242,5 @@ def test_gpt_39b_goes_on_at_any_moment(tmp_path):
         rest = to_its_end(folder)
         print(f"start {start:.1f} s, killed after {used:.1f} of {total:.1f} s: {rest:.1f} s more")
         assert planned(folder) == planned(whole)
-        assert rest <= start + total - used + LOST_SECONDS
+        assert rest <= NOISE * (start + total - used) + LOST_SECONDS
         assert re.search(r"\d+ results of an interrupted planning were used", said(folder))
