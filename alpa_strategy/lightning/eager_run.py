@@ -367,7 +367,6 @@ def _log_reason(why: CaptureError) -> None:
     problem = " ".join(why.problem.split())
     rank_zero_info(
         "alpa: steps run eagerly, each rank on its own batch, gradients averaged (DDP's contract):"
-        f" {problem}. A captured step would be that of one device on all ranks' samples; its ops"
-        " could be sharded (tensor, sequence and pipeline parallelism), and its activations"
-        " recomputed one by one"
+        f" {problem}. The ops of a captured step could be sharded (tensor, sequence and pipeline"
+        " parallelism), and its activations recomputed one by one"
     )
