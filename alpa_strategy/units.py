@@ -34,6 +34,11 @@ def format_seconds(seconds: float) -> str:
     return f"{_three_digits(seconds * 1e6)} µs"
 
 
+def format_share(share: float) -> str:
+    """Return a share, 0 to 1, as per cent: with one decimal below 10%."""
+    return f"{share:.1%}" if share < 0.0995 else f"{share:.0%}"
+
+
 def format_count(count: float) -> str:
     """Return a count as text: `512`, `12.3 k`, `1.34 M`, `2.60 B`."""
     for factor, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M")):

@@ -10,9 +10,14 @@ from dataclasses import dataclass, replace
 
 from alpa_strategy.display.findings import slow_boundaries
 from alpa_strategy.display.memory import memory_limit_of
-from alpa_strategy.display.stage_groups import busiest_stages, group_sizes, longest_stage
+from alpa_strategy.display.stage_groups import (
+    busiest_stages,
+    group_sizes,
+    idle_shares,
+    longest_stage,
+)
 from alpa_strategy.display.table import step_parts
-from alpa_strategy.display.timeline import ScheduleTimeline, plan_timeline
+from alpa_strategy.display.timeline import ScheduleTimeline, has_timeline, plan_timeline
 from alpa_strategy.ir.plan import Plan, memory_by_mesh
 from alpa_strategy.schedules import SCHEDULES, in_flight_by_stage, refusal
 from alpa_strategy.units import format_bytes
@@ -71,7 +76,7 @@ def best_change(plan: Plan, memory_limit: float | None = None) -> str | None:
         )
     if words:
         return "; ".join(words)
-    idle = _idle_shares(plan, schedule or plan_timeline(plan))
+    idle = _idle_of_devices(plan)
     mean = sum(idle) / len(idle)
     if mean > MOST_IDLE:
         return _advice_on_idle_devices(plan, idle)
@@ -103,13 +108,13 @@ def _waiting_share(plan: Plan) -> float:
     return parts.get("waiting", 0.0) / sum(parts.values())
 
 
-def _idle_shares(plan: Plan, schedule: ScheduleTimeline | None) -> list[float]:
+def _idle_of_devices(plan: Plan) -> list[float]:
     """Return the share of the step in which each device is idle; 0 if it is not known."""
-    if schedule is None:
+    if not has_timeline(plan):
         return [0.0]
     idle: list[float] = []
-    for mesh, size in enumerate(group_sizes(plan)):
-        idle += [schedule.idle_share(mesh)] * size
+    for share, size in zip(idle_shares(plan), group_sizes(plan), strict=True):
+        idle += [share] * size
     return idle
 
 

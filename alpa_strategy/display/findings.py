@@ -68,11 +68,17 @@ def _largest_collective(plan: Plan) -> str:
     hidden = ""
     if largest.seconds > plan.predicted.communication_seconds > 0:
         hidden = ", in part while they compute" if devices else ", in part during computation"
+    on_device = ""
+    size = stage.logical_mesh[largest.axis]
+    # An all-reduce is of tensors that every device has.
+    if largest.kind != "all_reduce" and size > 1:
+        num_bytes = format_bytes(largest.num_bytes / size)
+        on_device = f" These are the bytes of all devices of the axis: one has {num_bytes}."
     tensor = f" Its largest call moves {largest.largest}." if largest.largest else ""
     return (
         f" The collective that takes longest{devices} is {largest.kind} on mesh axis"
         f" {largest.axis}{of_stage}, {when}: {format_bytes(largest.num_bytes)} in"
-        f" {format_seconds(largest.seconds)}{hidden}.{tensor}"
+        f" {format_seconds(largest.seconds)}{hidden}.{tensor}{on_device}"
     )
 
 

@@ -1,6 +1,7 @@
 """Measured beside predicted: the parts of a step as a table for a terminal."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from rich.console import Group, RenderableType
 from rich.table import Table
@@ -9,7 +10,7 @@ from rich.text import Text
 from alpa_strategy.display.console import plain
 from alpa_strategy.display.findings import slowest_stage
 from alpa_strategy.display.plan_words import rates_text
-from alpa_strategy.display.table import step_parts
+from alpa_strategy.display.table import prediction_text, step_parts
 from alpa_strategy.ir.measured_steps import MeasuredSteps, ProfiledSteps
 from alpa_strategy.ir.plan import Plan, StagePlan
 from alpa_strategy.units import format_seconds
@@ -27,6 +28,20 @@ _MEANINGS = {
 }
 # Parts below this share of the step are left out if they are not predicted.
 _LEAST_SHARE = 0.001
+
+
+def plan_in_run(plan: Plan, measured: MeasuredSteps) -> Plan:
+    """Return the plan with the prediction that the run is compared to: the Trainer's loop takes as
+    long as the run has measured.
+    """
+    seconds = measured.predicted_seconds
+    if seconds is None:
+        return plan
+    planned = plan.predicted
+    loop_seconds = planned.loop_seconds + seconds - planned.step_seconds
+    return replace(
+        plan, predicted=replace(planned, step_seconds=seconds, loop_seconds=loop_seconds)
+    )
 
 
 def predicted_parts(plan: Plan) -> dict[str, float]:
@@ -96,7 +111,8 @@ def measured_table(measured: MeasuredSteps, plan: Plan) -> RenderableType:
     profiled = measured.profiled
     if profiled is None:
         return _step_line(measured, plan)
-    of_plan = predicted_parts(plan)
+    in_run = plan_in_run(plan, measured)
+    of_plan = predicted_parts(in_run)
     of_run = measured_parts(profiled, plan)
     table = Table(box=None, padding=(0, 2), pad_edge=False, header_style="bold")
     table.add_column("part of the step")
@@ -111,7 +127,7 @@ def measured_table(measured: MeasuredSteps, plan: Plan) -> RenderableType:
             continue
         meaning = Text(_MEANINGS.get(part, ""), "dim")
         table.add_row(plain(part), format_seconds(seconds), _seconds(expected), meaning)
-    step = plan.predicted.step_seconds or None
+    step = in_run.predicted.step_seconds or None
     table.add_row(Text("step", "bold"), format_seconds(profiled.step_seconds), _seconds(step), "")
     where = ""
     if len(plan.stages) > 1:
@@ -121,13 +137,18 @@ def measured_table(measured: MeasuredSteps, plan: Plan) -> RenderableType:
     notes = "Profiled steps are slower: recording takes time."
     if measured.step_seconds is not None:
         notes += f" Other steps take {format_seconds(measured.step_seconds)}."
+    planned = format_seconds(plan.predicted.step_seconds)
+    if step is not None and format_seconds(step) != planned:
+        shown = prediction_text(step, plan.predicted.step_seconds)
+        notes += f" Predicted are {shown}."
     return Group(plain(title, "bold"), table, plain(notes, "dim"))
 
 
 def _step_line(measured: MeasuredSteps, plan: Plan) -> Text:
     seconds = measured.step_seconds
     shown = "not known" if seconds is None else format_seconds(seconds)
-    predicted = format_seconds(plan.predicted.step_seconds)
+    in_run = plan_in_run(plan, measured).predicted.step_seconds
+    predicted = prediction_text(in_run, plan.predicted.step_seconds)
     rates = rates_text(plan.figures, seconds or 0.0)
     line = f"a step took {shown}, predicted {predicted}"
     return Text.assemble(("measured  ", "bold"), f"{line}, {rates}" if rates else line)

@@ -19,6 +19,30 @@ def devices_text(sizes: Sequence[int]) -> str:
     return "one device" if most == 1 else f"{most} devices"
 
 
+def idle_seconds(plan: Plan) -> list[float]:
+    """Return the seconds of a step in which the devices of each group are idle, in the order of
+    `stages_by_devices`: the devices' step, less the work of all stages that they have.
+
+    The step is the simulated one, with all micro-batches, the collectives and the update. What the
+    host adds to it is left out.
+    """
+    step = plan.predicted.device_seconds
+    idle = []
+    for group in stages_by_devices(plan):
+        work = sum(plan.stages[index].predicted.device_seconds for index in group)
+        idle.append(max(0.0, step - work))
+    return idle
+
+
+def idle_shares(plan: Plan) -> list[float]:
+    """Return `idle_seconds` as shares of the devices' step, 0 to 1."""
+    idle = idle_seconds(plan)
+    step = plan.predicted.device_seconds
+    if step <= 0:
+        return [0.0] * len(idle)
+    return [seconds / step for seconds in idle]
+
+
 def longest_stage(plan: Plan) -> StagePlan:
     """Return the stage whose work in a step takes longest."""
     return max(plan.stages, key=lambda stage: stage.predicted.step_seconds)

@@ -14,10 +14,24 @@ from rich.table import Table
 from rich.text import Text
 
 from alpa_strategy.display.console import plain
-from alpa_strategy.display.timeline import device_range, plan_timeline
+from alpa_strategy.display.stage_groups import idle_shares
+from alpa_strategy.display.timeline import device_range, has_timeline
 from alpa_strategy.errors import printable
-from alpa_strategy.ir.plan import ParameterMode, ParameterPlan, Plan, Predicted, StagePlan
-from alpa_strategy.units import format_bytes, format_count, format_rate, format_seconds
+from alpa_strategy.ir.plan import (
+    ParameterMode,
+    ParameterPlan,
+    Plan,
+    Predicted,
+    StagePlan,
+    stages_by_devices,
+)
+from alpa_strategy.units import (
+    format_bytes,
+    format_count,
+    format_rate,
+    format_seconds,
+    format_share,
+)
 
 # Columns of the bar of a step's seconds.
 BAR_WIDTH = 40
@@ -69,7 +83,31 @@ def plan_timing(plan: Plan, peak_rss: float | None = None) -> Text:
 LIMITED_BY_HOST = 0.5
 
 
-def measured_line(prediction: Predicted, measured_seconds: float, rates: str = "") -> Text:
+def prediction_text(seconds: float, planned_seconds: float) -> str:
+    """Return the predicted seconds of a step, and how they differ from the plan's if they do.
+
+    Args:
+        seconds: predicted with the Trainer's loop as the job has measured it.
+        planned_seconds: predicted by the plan, before the job.
+    """
+    shown = format_seconds(seconds)
+    planned = format_seconds(planned_seconds)
+    if shown == planned:
+        return shown
+    difference = format_seconds(abs(seconds - planned_seconds))
+    if seconds > planned_seconds:
+        changed = f"{planned} of the plan + {difference} that the Trainer's loop and loader add"
+    else:
+        changed = f"{planned} of the plan - {difference} that the Trainer's loop and loader save"
+    return f"{shown} ({changed}, as measured in this job)"
+
+
+def measured_line(
+    prediction: Predicted,
+    measured_seconds: float,
+    rates: str = "",
+    planned_seconds: float | None = None,
+) -> Text:
     """Return a line with measured and predicted seconds per step, and whether the host limits
     it.
 
@@ -77,11 +115,14 @@ def measured_line(prediction: Predicted, measured_seconds: float, rates: str = "
         prediction: of a step.
         measured_seconds: of a step.
         rates: measured, in words (`rates_text`).
+        planned_seconds: predicted for a step by the plan; None: as by `prediction`.
     """
     predicted = prediction.step_seconds
+    planned = predicted if planned_seconds is None else planned_seconds
+    shown = prediction_text(predicted, planned)
     text = Text.assemble(
         ("alpa ", "bold"),
-        f"step measured {format_seconds(measured_seconds)}, predicted {format_seconds(predicted)}",
+        f"step measured {format_seconds(measured_seconds)}, predicted {shown}",
     )
     if predicted > 0 and measured_seconds > 0:
         ratio = measured_seconds / predicted
@@ -190,14 +231,15 @@ def stage_overview(plan: Plan) -> Table:
     Column `remat`: whether, and in how many recompute segments, it recomputes. Column `idle`: the
     share of the step in which its devices are idle.
     """
-    # With all micro-batches: with a few, warm-up and end would weigh too much.
-    schedule = plan_timeline(plan)
+    idle = idle_shares(plan)
+    groups = stages_by_devices(plan)
+    has_schedule = has_timeline(plan)
     recomputes_any = any(stage.remat for stage in plan.stages)
     names = ["forward", "backward"]
     if recomputes_any:
         names.append("remat")
     names.append("memory")
-    if schedule is not None:
+    if has_schedule:
         names.append("idle")
 
     table = _plain_table("stage")
@@ -217,9 +259,9 @@ def stage_overview(plan: Plan) -> Table:
         if recomputes_any:
             row.append(_remat_text(stage))
         row.append(format_bytes(stage.predicted.peak_bytes))
-        if schedule is not None:
-            mesh = next(m for m, stages in enumerate(schedule.stages) if index in stages)
-            row.append(f"{schedule.idle_share(mesh):.0%}")
+        if has_schedule:
+            mesh = next(m for m, stages in enumerate(groups) if index in stages)
+            row.append(format_share(idle[mesh]))
         table.add_row(*row)
     return table
 

@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.text import Text
 
+from alpa_strategy.display.stage_groups import idle_shares
 from alpa_strategy.ir.plan import Plan, StagePlan, stages_by_devices
 from alpa_strategy.schedules import SCHEDULES, TimedAction, refusal, timeline
-from alpa_strategy.units import format_seconds
+from alpa_strategy.units import format_seconds, format_share
 
 # Micro-batches that are drawn at most: more make the pieces too small to see.
 MAX_DRAWN = 8
@@ -53,10 +54,8 @@ class ScheduleTimeline:
     # From the first start to the last end.
     seconds: float
 
-    def idle_share(self, mesh: int) -> float:
-        """Return the share of the time in which a mesh is idle, 0 to 1."""
-        busy = sum(done.end - done.start for done in self.timed if done.mesh == mesh)
-        return max(0.0, 1 - busy / self.seconds) if self.seconds > 0 else 0.0
+    # Of each mesh, the share of the plan's whole step in which it is idle (`idle_shares`).
+    idle: tuple[float, ...]
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         """Yield the text: a line for each mesh, of which each cell is a moment.
@@ -85,9 +84,9 @@ class ScheduleTimeline:
                 style = STYLES[action.kind] + (" reverse" if is_reversed else "")
                 text.append(SIGNS[action.kind][action.microbatch % 10], style=style)
 
-            # With fewer micro-batches than the plan has, warm-up and end weigh more: the table of
-            # stages has the idle share of the step.
-            idle = f" {self.idle_share(mesh):>4.0%} idle\n"
+            # With fewer micro-batches than the plan has, warm-up and end look longer than they
+            # are: the table of stages has the idle share of the step.
+            idle = f" {format_share(self.idle[mesh]):>4} idle\n"
             text.append(idle if is_complete else "\n", style="dim")
 
         kinds = {action.kind for action in self.timed}
@@ -111,8 +110,7 @@ def plan_timeline(plan: Plan, max_microbatches: int | None = None) -> ScheduleTi
         max_microbatches: number of micro-batches that are drawn at most, or the fewest that the
             schedule can run; None: all.
     """
-    has_seconds = any(stage.forward_seconds for stage in plan.stages)
-    if len(plan.stages) < 2 or plan.schedule not in SCHEDULES or not has_seconds:
+    if not has_timeline(plan):
         return None
 
     names = {stage.first_device: device_range(stage) for stage in plan.stages}
@@ -130,7 +128,14 @@ def plan_timeline(plan: Plan, max_microbatches: int | None = None) -> ScheduleTi
         num_drawn,
         plan.num_microbatches,
         max(action.end for action in timed),
+        tuple(idle_shares(plan)),
     )
+
+
+def has_timeline(plan: Plan) -> bool:
+    """Return whether a plan has several stages, a schedule that is known, and its seconds."""
+    has_seconds = any(stage.forward_seconds for stage in plan.stages)
+    return len(plan.stages) > 1 and plan.schedule in SCHEDULES and has_seconds
 
 
 def device_range(stage: StagePlan) -> str:

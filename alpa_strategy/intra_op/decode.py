@@ -14,6 +14,7 @@ from alpa_strategy.intra_op.memory_choices import fetched_bytes, recomputed, sto
 from alpa_strategy.intra_op.options import REDUCTIONS, bucketed_seconds, step_collectives_of
 from alpa_strategy.intra_op.overlap import best_parts, making_seconds
 from alpa_strategy.ir.gathers import is_gather, launched_counts, local_bytes
+from alpa_strategy.ir.graph import StepGraph
 from alpa_strategy.ir.op import TensorMeta
 from alpa_strategy.ir.placement import DualLayout
 from alpa_strategy.ir.plan import Collective, Predicted, StagePlan
@@ -154,17 +155,30 @@ class MovedTensor(NamedTuple):
         if self.kind == "op":
             return f"a tensor inside {op_with_line(step.ops[self.number])}"
         if self.kind == "parameter":
-            name = step.parameters[self.number].name
+            name = step.parameters[self.number].name + self._reader(step)
             is_gradient = message.kind in REDUCTIONS
         else:
             name = names[self.number]
             maker = step.makers.get(self.number)
             if maker is not None:
                 name = f"the result of {op_with_line(step.ops[maker])}"
+            else:
+                name += self._reader(step)
             # A parameter is gathered in the backward as well.
             is_reduced = message.kind in REDUCTIONS or not message.of_parameter
             is_gradient = message.phase == "backward" and is_reduced
         return f"the gradient of {name}" if is_gradient else name
+
+    def _reader(self, step: StepGraph) -> str:
+        """Return the first op with a line that reads a parameter or input, to append; "" if none
+        does.
+        """
+        is_parameter = self.kind == "parameter"
+        value = step.parameters[self.number].value if is_parameter else self.number
+        for op, _ in step.consumers.get(value, ()):
+            if step.ops[op].source:
+                return f", read by {op_with_line(step.ops[op])}"
+        return ""
 
 
 @dataclass

@@ -94,6 +94,9 @@ class MeasuredSteps:
     # None: no steps were profiled.
     profiled: ProfiledSteps | None
 
+    # Predicted for a step with the Trainer's loop as the run has measured it; None: as planned.
+    predicted_seconds: float | None = None
+
     def save(self, path: Path) -> None:
         """Write the file, atomically. Raises OSError."""
         _FILE.save(path, self)

@@ -493,7 +493,10 @@ class Run(ShardedRun):
             seconds = (starts[-1] - starts[0]) / (len(starts) - 1)
         self.measured_step_seconds = seconds
         rates = rates_text(self.plan.figures, seconds)
-        self._job.progress.say(measured_line(self._predicted(), seconds, rates))
+        predicted = self._predicted()
+        self.predicted_step_seconds = predicted.step_seconds
+        planned = self.plan.predicted.step_seconds
+        self._job.progress.say(measured_line(predicted, seconds, rates, planned))
 
     def _predicted(self) -> Predicted:
         """The plan's prediction, with the loop as it was in the first steps: no plan can know

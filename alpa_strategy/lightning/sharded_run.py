@@ -81,6 +81,9 @@ class ShardedRun(ABC):
     # Median seconds of a step; None: not measured yet.
     measured_step_seconds: float | None = None
 
+    # Predicted seconds of a step with the loop as measured; None: not measured yet.
+    predicted_step_seconds: float | None = None
+
     def __init__(
         self,
         inputs: RunInputs,

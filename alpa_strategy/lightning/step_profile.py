@@ -221,7 +221,9 @@ class StepProfile:
         mark_waiting(records)
         profiled = profiled_steps(records, self._first, str(path))
         self.profiled = profiled
-        measured = MeasuredSteps(plan_digest(run.plan), run.measured_step_seconds, profiled)
+        digest = plan_digest(run.plan)
+        seconds = run.measured_step_seconds
+        measured = MeasuredSteps(digest, seconds, profiled, run.predicted_step_seconds)
         about = {"plan": measured.plan, "model": type(run.module).__name__}
         try:
             folder.mkdir(parents=True, exist_ok=True)

@@ -89,7 +89,9 @@ class StepReports:
         if path.exists():
             if profiled is None:
                 profiled = _profiled_earlier(path, run.plan)
-            measured = MeasuredSteps(plan_digest(run.plan), seconds, profiled)
+            measured = MeasuredSteps(
+                plan_digest(run.plan), seconds, profiled, run.predicted_step_seconds
+            )
             self._write_page(run, path, run.plan, measured)
 
     def _write_page(

@@ -10,6 +10,7 @@ from typing import Any
 
 from alpa_strategy.display.answers import answers_of
 from alpa_strategy.display.plan_words import assumed_rates_text, rates_text
+from alpa_strategy.display.stage_groups import idle_seconds
 from alpa_strategy.display.table import equal_stages, mesh_text, proof_of, recomputes, step_parts
 from alpa_strategy.display.timeline import device_range
 from alpa_strategy.ir.measured_steps import MeasuredSteps
@@ -322,7 +323,8 @@ def _timeline(plan: Plan) -> dict[str, Any] | None:
         "meshes": list(timeline.meshes),
         "stages": [list(stages) for stages in timeline.stages],
         "drawn": timeline.num_drawn,
-        "idle": [round(timeline.idle_share(mesh), 4) for mesh in range(len(timeline.meshes))],
+        "idle": [round(share, 6) for share in timeline.idle],
+        "idleSeconds": [short_number(seconds) for seconds in idle_seconds(plan)],
         "actions": actions,
         "messages": messages,
         "critical": list(drawn.critical),

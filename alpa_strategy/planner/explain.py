@@ -102,6 +102,8 @@ class _Question:
         self._priced = priced
         self._index = index
         self._of = of
+        # Of the plan's layouts; None: not known yet.
+        self._penalty_of_plan: float | None = None
         intra = priced.intra
         if of.is_parameter:
             names = [parameter.name for parameter in intra.step.parameters]
@@ -126,8 +128,11 @@ class _Question:
             if not np.isfinite(cost).any():
                 forbidden += 1
                 continue
-            choice = self._solved(layout, strategies)
-            if layout != chosen_layout:
+            choice, penalty = self._solved(layout, strategies)
+            # A named plan forbids uses of parameters by penalties longer than any step.
+            if penalty > self._allowed_penalty(chosen_layout):
+                forbidden += 1
+            elif layout != chosen_layout:
                 others.append(choice)
             elif _is_faster(choice, chosen):
                 reasons.append(_SIMPLER)
@@ -168,14 +173,26 @@ class _Question:
             return _parameter_layout(stage.parameter_plans[self._of.name])
         return _op_layout(stage.strategies[self._of.name])
 
-    def _solved(self, layout: str, strategies: Sequence[int]) -> LayoutChoice:
-        """Return the stage's best solution with one layout."""
+    def _allowed_penalty(self, chosen_layout: str) -> float:
+        """Return the penalties of named plans that a choice may have: those that the plan cannot
+        avoid either, and less than the seconds of its stage.
+        """
+        if self._penalty_of_plan is None:
+            self._penalty_of_plan = 0.0
+            for layout, strategies in self._layouts():
+                if layout == chosen_layout:
+                    self._penalty_of_plan = self._solved(layout, strategies)[1]
+        return self._penalty_of_plan + self._stage.predicted.step_seconds
+
+    def _solved(self, layout: str, strategies: Sequence[int]) -> tuple[LayoutChoice, float]:
+        """Return the stage's best solution with one layout, and the penalties that it has."""
         try:
             pinned = self._solver.pinned(self._priced, self._choice, strategies)
             solved = self._solver.solve_priced(pinned)
         except PlanError as error:
-            return LayoutChoice(layout=layout, seconds=None, problem=error.problem)
-        return self._choice_of(layout, solved)
+            return LayoutChoice(layout=layout, seconds=None, problem=error.problem), 0.0
+        penalty = solved.objective - solved.plan.predicted.step_seconds
+        return self._choice_of(layout, solved), penalty
 
     def _choice_of(self, layout: str, solved: SolvedStage) -> LayoutChoice:
         """Return the choice of `layout`, priced by the stage as solved with it."""
@@ -263,7 +280,8 @@ class _Reasons:
     def lines(self) -> Iterator[str]:
         """Yield what the next best choice costs, what binds it, and what would have to change."""
         if self.forbidden:
-            yield f"{self.forbidden} other layouts are ruled out by the options of the plan."
+            layouts = "layout is" if self.forbidden == 1 else "layouts are"
+            yield f"{self.forbidden} other {layouts} ruled out by the options of the plan."
         fitting = [choice for choice in self.others if choice.seconds is not None]
         if not fitting:
             yield (

@@ -275,7 +275,10 @@ def _why_no_pipeline(task: PlanTask, one: Plan) -> str | None:
     ideal_seconds = divided_seconds(task.step, task.cluster, task.op_costs)
     lost = max(0.0, 1 - ideal_seconds / hidden_seconds(one, task.cluster.overlap))
     if lost < SCREEN:
-        return f"one stage loses only {lost:.0%} of its step by not being ideal"
+        return (
+            "with all computation divided evenly and no communication, a step would be only"
+            f" {lost:.0%} shorter than with one stage"
+        )
     return None
 
 

@@ -35,9 +35,9 @@ def why_data_parallel(task: PlanTask, data_seconds: float, best_seconds: float) 
         return "the reduction of gradients runs beside the backward"
     if not task.cluster.measured:
         return None
-    faster = f"another plan is {data_seconds / best_seconds - 1:.0%} faster as measured"
+    faster = f"another plan is predicted {data_seconds / best_seconds - 1:.0%} faster"
     if data_seconds < TOLD_APART * best_seconds:
-        return f"{faster}, which may be noise"
+        return f"{faster}, too little to tell the two apart"
     if is_short(task, data_seconds) and data_seconds < TOLD_APART_IN_SHORT_STEPS * best_seconds:
         return f"{faster}, which is less than the host needs for its collectives"
     return None

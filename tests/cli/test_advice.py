@@ -106,7 +106,11 @@ def test_waiting_that_no_change_shortens_is_named() -> None:
 def test_devices_are_not_the_advice_where_most_are_idle() -> None:
     plan = pipeline(last_forward=0.02)
     busy = replace(plan.predicted, compute_seconds=plan.predicted.step_seconds)
-    plan = with_predicted(plan, busy)
+    stages = []
+    for stage in plan.stages:
+        work = 512 * (stage.forward_seconds + stage.backward_seconds)
+        stages.append(replace(stage, predicted=Predicted(work, 100, work)))
+    plan = replace(plan, stages=tuple(stages), predicted=busy)
     assert best_change(plan) is None
     first, last = plan.stages
     slow = replace(plan, stages=(replace(first, boundary_seconds=0.002), last))

@@ -152,6 +152,17 @@ def test_timing_and_measured_line():
     )
 
 
+def test_two_predictions_of_a_step_are_told_apart():
+    """The plan's, and that with the Trainer's loop as the job has measured it."""
+    in_job = Predicted(0.192, 1, 0.181)
+    text = as_text(measured_line(in_job, 0.628, planned_seconds=0.181), 300)
+    assert "predicted 192 ms (181 ms of the plan + 11.0 ms that the Trainer's loop" in text
+    assert "3.27x the prediction" in text
+    less = as_text(measured_line(in_job, 0.628, planned_seconds=0.2), 300)
+    assert "predicted 192 ms (200 ms of the plan - 8.00 ms that" in less
+    assert "of the plan" not in as_text(measured_line(in_job, 0.628, planned_seconds=0.192), 300)
+
+
 def test_the_report_says_where_the_host_limits():
     limited = Predicted(3e-3, 1, 0.5e-3, host_seconds=1e-3, loop_seconds=1.5e-3)
     busy = Predicted(3e-3, 1, 2.5e-3, host_seconds=0.2e-3, loop_seconds=0.3e-3)

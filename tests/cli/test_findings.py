@@ -33,6 +33,7 @@ def test_the_largest_collective_is_named():
     lines = findings(with_step(plan, compute=1.0, communication=2.0))
     assert "all_to_all on mesh axis 0 of stage 0, in the forward: 1.00 GiB in 1.50 s" in lines[0]
     assert "longest on the busiest devices (0-7) is" in lines[0]
+    assert "bytes of all devices of the axis: one has 512 MiB." in lines[0]
     # Once, even if communication takes little time.
     assert sum("all_to_all" in line for line in lines) == 1
     lines = findings(with_step(plan, compute=1.0, communication=0.01))

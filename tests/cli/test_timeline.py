@@ -9,7 +9,10 @@ import pytest
 from cli.test_display import as_text, gpt_plan
 
 from alpa_strategy.display.full_plan import plan_svg, plan_table
+from alpa_strategy.display.table import stage_overview, step_parts
 from alpa_strategy.display.timeline import SIGNS, plan_timeline
+from alpa_strategy.ir.plan import Predicted
+from alpa_strategy.page.model import page_model
 from alpa_strategy.schedules import SCHEDULES, actions, mesh_of
 
 
@@ -46,7 +49,28 @@ def test_all_actions_of_a_step_are_on_the_clock(schedule):
 def test_gpipes_bubble_is_the_known_one():
     """(S - 1) / (B + S - 1) of the step, for equal stages."""
     drawn = plan_timeline(staged("GPipe", 6, 3))
-    assert [drawn.idle_share(mesh) for mesh in range(3)] == pytest.approx([2 / 8] * 3)
+    for mesh in range(3):
+        busy = sum(done.end - done.start for done in drawn.timed if done.mesh == mesh)
+        assert 1 - busy / drawn.seconds == pytest.approx(2 / 8)
+
+
+def test_idle_is_the_step_less_the_work_of_all_stages_on_the_devices():
+    """In the terminal, on the page, and in the bar of the busiest devices."""
+    plan = staged("Interleaved1F1B")
+    seconds = (0.3, 0.2, 0.19, 0.2)
+    stages = [
+        replace(stage, predicted=Predicted(took, 0, took))
+        for stage, took in zip(plan.stages, seconds, strict=True)
+    ]
+    plan = replace(plan, stages=tuple(stages), predicted=Predicted(0.5, 0, 0.49, host_seconds=0.0))
+    assert plan_timeline(plan).idle == pytest.approx((0.02, 0.2))
+
+    rows = [line.split()[-1] for line in as_text(stage_overview(plan)).splitlines()]
+    assert rows[2:] == ["2.0%", "20%"] * 2
+    timeline = page_model(plan)["timeline"]
+    assert timeline["idle"] == pytest.approx([0.02, 0.2])
+    assert timeline["idleSeconds"] == pytest.approx([0.01, 0.1])
+    assert step_parts(plan)["waiting"] == pytest.approx(0.01)
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import glob
 import pickle
+import re
 from dataclasses import replace
 
 import pytest
@@ -70,6 +71,31 @@ def test_no_layout_is_cheaper_than_that_of_a_proved_plan(options):
         assert seconds == sorted(seconds)
         if plan.gap == 0 and seconds:
             assert seconds[0] >= answer.chosen.seconds * (1 - EXACT)
+
+
+def test_the_largest_call_on_a_parameter_has_the_line_that_reads_it():
+    plan, _ = planned("gpt", (("logical_mesh", (4,)), ("parallel", "zero3")))
+    parameters = plan.stages[0].parameter_plans
+    of_parameters = []
+    for collective in plan.stages[0].collectives:
+        name = collective.largest.removeprefix("the gradient of ").partition(",")[0].split(" ")[0]
+        if name in parameters:
+            of_parameters.append(collective.largest)
+    assert of_parameters
+    assert all(re.search(r", read by \w+ \(.*\w+\.py:\d+\)", text) for text in of_parameters)
+
+
+def test_layouts_of_ops_that_a_named_plan_rules_out_are_counted_not_offered():
+    plan, task = planned("gpt", (("logical_mesh", (4,)), ("parallel", "zero3")))
+    (stage,) = plan.stages
+    names = [name for name in stage.strategies if name.startswith(("embedding", "linear"))]
+    counted = 0
+    for name in names[:2]:
+        answer = explain(task, plan, name)
+        counted += any("ruled out by the options" in reason for reason in answer.reasons)
+        for choice in answer.choices:
+            assert choice.seconds is None or choice.seconds >= answer.chosen.seconds * (1 - EXACT)
+    assert counted
 
 
 @pytest.mark.parametrize("options", [(), PIPELINE])

@@ -77,6 +77,26 @@ def test_what_was_measured_is_stored_and_on_the_page(tmp_path: Path, options, ca
     assert again["measured"] == model["measured"]
 
 
+def test_the_page_and_the_terminal_compare_with_the_prediction_of_the_run(capsys, tmp_path) -> None:
+    plan, _ = planned("mlp")
+    path = tmp_path / "plan.json"
+    plan.save(path)
+    in_run = plan.predicted.step_seconds + 0.5
+    measured = replace(measured_twice_as_long(plan), predicted_seconds=in_run)
+    PlanPages().write(path, plan, measured)
+
+    (model,) = models_of(page_path(path).read_text())
+    shown = model["measured"]
+    assert shown["predicted"] == pytest.approx(in_run, rel=1e-3)
+    predicted = [seconds for _, _, seconds in shown["parts"] if seconds is not None]
+    assert sum(predicted) == pytest.approx(in_run, rel=1e-3)
+    assert "of the plan + 500 ms that the Trainer's loop" in shown["prediction"]
+
+    assert main(["show", str(path)]) == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    assert f"Predicted are {shown['prediction']}." in printed
+
+
 def test_the_seconds_of_a_step_alone_are_shown_too(tmp_path: Path, capsys) -> None:
     plan, _ = planned("mlp")
     path = tmp_path / "plan.json"
@@ -86,7 +106,8 @@ def test_the_seconds_of_a_step_alone_are_shown_too(tmp_path: Path, capsys) -> No
     assert "a step took 250 ms" in capsys.readouterr().out
     (model,) = models_of(page_path(path).read_text())
     # 32 samples of a step.
-    assert model["measured"] == {"step": 0.25, "rates": "128 samples/s, MFU 0.0%"}
+    assert model["measured"]["step"] == 0.25
+    assert model["measured"]["rates"] == "128 samples/s, MFU 0.0%"
 
 
 def test_predicted_parts_add_up_to_the_step() -> None:

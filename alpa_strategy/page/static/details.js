@@ -201,7 +201,7 @@
     const nodes = [el("div", { class: "kicker" }, "device"), el("h2", {}, `Device ${rank}`)];
     if (plan.timeline) {
       const lane = plan.timeline.stages.findIndex((stages) => stages.includes(numbers[0]));
-      nodes.push(el("p", {}, `It waits for ${alpa.percent(plan.timeline.idle[lane])} of the drawn step.`));
+      nodes.push(el("p", {}, `It waits for ${alpa.seconds(plan.timeline.idleSeconds[lane])} of a step, ${alpa.percent(plan.timeline.idle[lane])} of it.`));
     }
     for (const number of numbers) {
       const stage = plan.stages[number];

@@ -145,7 +145,9 @@
         ([key, label, bytes]) => [`var(--${key})`, `${label} `, el("strong", {}, alpa.bytes(bytes))])));
       summary.textContent = `${alpa.bytes(planned.peak)} at the peak` + (plan.limit ? ` of ${alpa.bytes(plan.limit)}` : "");
       // Drawn micro-batches may be fewer than those of the step, and the stages of a device peak at different moments.
-      const reason = planned.stages.length > 1 ? ": the plan adds up the peaks of the device's stages" : "";
+      // Forwards and backwards are drawn with their largest temporary bytes at their ends, where few may be in use.
+      const above = peak > planned.peak ? ": the drawing adds the largest temporary bytes of all ops, the plan those of each op" : "";
+      const reason = planned.stages.length > 1 ? ": the plan adds up the peaks of the device's stages" : above;
       if (alpa.bytes(peak) !== alpa.bytes(planned.peak)) summary.textContent += `; drawn here at most ${alpa.bytes(peak)}${reason}`;
     }
 

@@ -18,7 +18,7 @@
       const batch = [plan.samples && `${plan.samples} samples`, plan.tokens && `${alpa.count(plan.tokens)} tokens`].filter(Boolean).join(", ");
       nodes.push(figure("Step", alpa.seconds(plan.step), note(alpa.text(plan.rates || "predicted")), batch ? note(alpa.text(batch)) : null));
       const measured = plan.measured && (plan.measured.step || plan.measured.profiled);
-      if (measured) nodes.push(figure("Measured", alpa.seconds(measured), note(`${alpa.ratio(measured, plan.step)} the prediction`), plan.measured.rates ? note(alpa.text(plan.measured.rates)) : null));
+      if (measured) nodes.push(figure("Measured", alpa.seconds(measured), note(`${alpa.ratio(measured, plan.measured.predicted)} the prediction, ${plan.measured.prediction}`), plan.measured.rates ? note(alpa.text(plan.measured.rates)) : null));
     }
     const memory = [];
     if (plan.limit) {
@@ -35,7 +35,9 @@
     nodes.push(figure("Parameters", alpa.count(alpa.sum([...parameters.values()])), note(`${parameters.size} tensors`)));
     if (plan.timeline) {
       const idle = plan.timeline.idle;
-      nodes.push(figure("Waiting", alpa.percent(alpa.sum(idle) / idle.length), note("of the devices' time, on average")));
+      const devices = plan.timeline.stages.map(([first]) => plan.stages[first].devices.length);
+      const mean = alpa.sum(idle.map((share, mesh) => share * devices[mesh])) / alpa.sum(devices);
+      nodes.push(figure("Waiting", alpa.percent(mean), note("of the devices' time, on average")));
     }
     nodes.push(figure("Proof", proof(plan), note(alpa.text(plan.proof))));
     return el("div", { class: "figures" }, nodes);
