@@ -190,7 +190,7 @@ MOMENTS = (0.05, 0.3, 0.55, 0.75, 0.95)
 # Beyond the start and what was left to do: what was being computed is computed again. The longest
 # single result of this plan is the stage DP of one number of micro-batches.
 LOST_SECONDS = 15.0
-# The same work takes up to so many more seconds of the processor while others use its caches.
+# The same work takes a tenth more of the processor while other processes use its caches.
 NOISE = 1.1
 LARGE = ["plan", "gpt_39b", "--cluster", "p3_16xlarge_x8", "-o", "plan.json"]
 
