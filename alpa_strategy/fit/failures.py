@@ -36,6 +36,14 @@ def needed_bytes(error: PlanError) -> float:
     return error.num_bytes if isinstance(error, TooLargeError) else float("inf")
 
 
+def with_need(error: PlanError, limit: float) -> PlanError:
+    """Return a solver's error as a TooLargeError if it says how many bytes a device needs."""
+    needed = error.least_bytes if isinstance(error, DoesNotFitError) else None
+    if needed is None or needed <= limit:
+        return error
+    return TooLargeError("a stage needs", needed, limit)
+
+
 def nothing_fits(failures: Sequence[Failure]) -> PlanError:
     """Return one error with the reasons of all configurations: its first line has the least need,
     and those that need least are listed first.

@@ -16,7 +16,7 @@ from functools import cached_property
 from itertools import accumulate, pairwise
 
 from alpa_strategy.errors import DoesNotFitError, PlanError
-from alpa_strategy.fit.failures import Failure, TooLargeError, needed_bytes, nothing_fits
+from alpa_strategy.fit.failures import Failure, TooLargeError, needed_bytes, nothing_fits, with_need
 from alpa_strategy.inter_op.mesh_options import allowed_shapes
 from alpa_strategy.inter_op.pins import Place, layers_of
 from alpa_strategy.inter_op.simulation import runtime_seconds, simulated_seconds
@@ -197,7 +197,7 @@ class RegularSearch:
         try:
             plans.append(self._plan(replace(configuration, names=()), StageSolver.solve))
         except PlanError as error:
-            failures.append(error)
+            failures.append(with_need(error, self.task.memory_limit))
         if plans:
             return min(plans, key=lambda plan: plan.predicted.step_seconds)
         raise min(failures, key=needed_bytes)
