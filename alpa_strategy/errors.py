@@ -95,7 +95,8 @@ class DoesNotFitError(PlanError):
     """Every plan needs more memory than a device may use.
 
     Attributes:
-        least_bytes: bytes per device that every plan needs at least; None if unknown.
+        least_bytes: bytes per device that every plan needs at least, as far as is known; None if
+            unknown.
     """
 
     least_bytes: float | None = None

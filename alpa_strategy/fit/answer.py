@@ -38,7 +38,10 @@ def answer_fit(
         plan = plan_case(case, progress)
     except PlanError as error:
         changes = nearest_changes(case, None, progress, num_changes)
-        console.print(report([top, does_not_fit(error), changes_table(changes, case, None)]))
+        answer: list[RenderableType] = [top, does_not_fit(error)]
+        if num_changes > 0:
+            answer.append(changes_table(changes, case, None))
+        console.print(report(answer))
         raise
 
     changes = nearest_changes(case, plan, progress, num_changes)
@@ -46,9 +49,10 @@ def answer_fit(
         top,
         verdict(plan, cluster, plan_task.memory_limit),
         memory_by_stage(plan),
-        changes_table(changes, case, plan),
-        flags_table(plan, task.request),
     ]
+    if num_changes > 0:
+        sections.append(changes_table(changes, case, plan))
+    sections.append(flags_table(plan, task.request))
     console.print(report(sections))
     return plan, plan_task
 

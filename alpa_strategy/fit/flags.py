@@ -1,5 +1,8 @@
 """A plan as flags of Megatron-LM, torchtitan and DeepSpeed, for those who run these."""
 
+import math
+from dataclasses import dataclass
+
 from rich.table import Table
 from rich.text import Text
 
@@ -17,12 +20,40 @@ def flags_of(plan: Plan, request: FitRequest) -> dict[str, dict[str, str]]:
     Stages that differ in their parallelism are described by the middle one.
     """
     middle = stage_summary(plan.stages[len(plan.stages) // 2])
-    micro = max(1, request.batch_size // (plan.num_microbatches * middle.data))
+    batch = batch_division(request.batch_size // plan.num_microbatches, middle.data)
     return {
-        "Megatron-LM": _megatron(plan, request, middle, micro),
-        "torchtitan": _torchtitan(plan, request, middle, micro),
-        "DeepSpeed": _deepspeed(plan, request, middle, micro),
+        "Megatron-LM": _megatron(plan, request, middle, batch),
+        "torchtitan": _torchtitan(plan, request, middle, batch),
+        "DeepSpeed": _deepspeed(plan, request, middle, batch),
     }
+
+
+@dataclass(frozen=True)
+class BatchDivision:
+    """How devices divide the sequences of a micro-batch."""
+
+    # Devices, or groups of them, that have sequences of their own.
+    data: int
+
+    # Devices of a group: they divide one sequence along its tokens.
+    context: int
+
+    # Sequences of a group.
+    micro: int
+
+
+def batch_division(num_sequences: int, num_devices: int) -> BatchDivision:
+    """Return how data-parallel devices divide a micro-batch.
+
+    If there are more devices than sequences, a sequence is divided, too.
+
+    Args:
+        num_sequences: of a micro-batch.
+        num_devices: among which samples are divided.
+    """
+    num_sequences = max(1, num_sequences)
+    data = math.gcd(num_sequences, num_devices)
+    return BatchDivision(data, num_devices // data, num_sequences // data)
 
 
 def flags_table(plan: Plan, request: FitRequest) -> Table:
@@ -43,14 +74,16 @@ def flags_table(plan: Plan, request: FitRequest) -> Table:
     return table
 
 
-def _megatron(plan: Plan, request: FitRequest, stage: StageSummary, micro: int) -> dict[str, str]:
+def _megatron(
+    plan: Plan, request: FitRequest, stage: StageSummary, batch: BatchDivision
+) -> dict[str, str]:
     """Return flags of pretrain_gpt.py, by the row of the table that they belong to.
 
     Args:
         plan: the plan.
         request: the model and batch.
         stage: how its stages are sharded.
-        micro: sequences of a micro-batch on a device.
+        batch: how its devices divide a micro-batch.
     """
     zero = {0: "", 1: "--use-distributed-optimizer"}.get(
         stage.zero, "--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads_params"
@@ -62,7 +95,8 @@ def _megatron(plan: Plan, request: FitRequest, stage: StageSummary, micro: int) 
         "tensor": f"--tensor-model-parallel-size {stage.tensor}",
         "experts": f"--expert-model-parallel-size {stage.experts}" if stage.experts > 1 else "",
         "sequence": "--sequence-parallel" if stage.tensor > 1 else "",
-        "batch": f"--micro-batch-size {micro} --global-batch-size {request.batch_size}",
+        "context": f"--context-parallel-size {batch.context}" if batch.context > 1 else "",
+        "batch": f"--micro-batch-size {batch.micro} --global-batch-size {request.batch_size}",
         "length": f"--seq-length {request.sequence_length}",
         "ZeRO": zero,
         "checkpointing": recompute if stage.remat else "",
@@ -72,17 +106,20 @@ def _megatron(plan: Plan, request: FitRequest, stage: StageSummary, micro: int) 
     }
 
 
-def _torchtitan(plan: Plan, request: FitRequest, stage: StageSummary, micro: int) -> dict[str, str]:
+def _torchtitan(
+    plan: Plan, request: FitRequest, stage: StageSummary, batch: BatchDivision
+) -> dict[str, str]:
     """Return flags of torchtitan's job configuration, by the row of the table that they belong to.
 
     Args:
         plan: the plan.
         request: the model and batch.
         stage: how its stages are sharded.
-        micro: sequences of a micro-batch on a device.
+        batch: how its devices divide a micro-batch.
     """
-    shard = stage.data if stage.zero else 1
-    replicate = 1 if stage.zero else stage.data
+    # FSDP shards among the devices of a group as well.
+    shard = batch.data if stage.zero else 1
+    replicate = 1 if stage.zero else batch.data
     sharded = f"--parallelism.data_parallel_shard_degree {shard}"
     if stage.zero in (1, 2):
         sharded += " --parallelism.fsdp_reshard_after_forward never"
@@ -94,14 +131,17 @@ def _torchtitan(plan: Plan, request: FitRequest, stage: StageSummary, micro: int
     pipeline = f"--parallelism.pipeline_parallel_degree {len(plan.stages)}"
     if len(plan.stages) > 1:
         pipeline += f" --parallelism.pipeline_parallel_schedule {plan.schedule}"
-        pipeline += f" --parallelism.pipeline_parallel_microbatch_size {micro}"
-    sequences = request.batch_size // stage.data
-    local = sequences if len(plan.stages) > 1 else micro
+        pipeline += f" --parallelism.pipeline_parallel_microbatch_size {batch.micro}"
+    sequences = request.batch_size // batch.data
+    local = sequences if len(plan.stages) > 1 else batch.micro
     return {
         "stages": pipeline,
         "tensor": f"--parallelism.tensor_parallel_degree {stage.tensor}",
         "experts": f"--parallelism.expert_parallel_degree {stage.experts}"
         if stage.experts > 1
+        else "",
+        "context": f"--parallelism.context_parallel_degree {batch.context}"
+        if batch.context > 1
         else "",
         "ZeRO": f"--parallelism.data_parallel_replicate_degree {replicate} {sharded}",
         "batch": f"--training.local_batch_size {local}"
@@ -116,7 +156,9 @@ def _torchtitan(plan: Plan, request: FitRequest, stage: StageSummary, micro: int
     }
 
 
-def _deepspeed(plan: Plan, request: FitRequest, stage: StageSummary, micro: int) -> dict[str, str]:
+def _deepspeed(
+    plan: Plan, request: FitRequest, stage: StageSummary, batch: BatchDivision
+) -> dict[str, str]:
     """Return entries of DeepSpeed's configuration file, by the row of the table that they belong
     to.
 
@@ -124,7 +166,7 @@ def _deepspeed(plan: Plan, request: FitRequest, stage: StageSummary, micro: int)
         plan: the plan.
         request: the model and batch.
         stage: how its stages are sharded.
-        micro: sequences of a micro-batch on a device.
+        batch: how its devices divide a micro-batch.
     """
     num_stages = len(plan.stages)
     tensor = f'"tensor_parallel": {{"autotp_size": {stage.tensor}}}' if stage.tensor > 1 else ""
@@ -138,15 +180,20 @@ def _deepspeed(plan: Plan, request: FitRequest, stage: StageSummary, micro: int)
         "16-mixed": '"fp16": {"enabled": true}',
         "32-true": "",
     }
-    steps = plan.num_microbatches
+    sizes = f'"train_micro_batch_size_per_gpu": {batch.micro},'
+    sizes += f' "gradient_accumulation_steps": {plan.num_microbatches}'
+    if batch.context > 1:
+        # Any two numbers for whole sequences would be those of another batch.
+        sizes = f'"train_batch_size": {request.batch_size}'
     return {
         "stages": pipeline,
         "tensor": tensor,
         # `ep_size` is an argument of its MoE layer.
         "experts": NOT_OFFERED if stage.experts > 1 else "",
         "ZeRO": f'"zero_optimization": {{"stage": {stage.zero}}}',
-        "batch": f'"train_micro_batch_size_per_gpu": {micro},'
-        f' "gradient_accumulation_steps": {steps}',
+        # Its sequence parallelism is code of the model.
+        "parts of sequences": NOT_OFFERED if batch.context > 1 else "",
+        "batch": sizes,
         "checkpointing": "model.gradient_checkpointing_enable()" if stage.remat else "",
         "precision": precisions.get(request.precision, NOT_OFFERED),
         "optimizer": _known(

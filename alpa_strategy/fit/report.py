@@ -79,10 +79,17 @@ def report(sections: list[RenderableType]) -> Group:
 
 
 def does_not_fit(error: PlanError) -> Table:
-    """Return the line fits, with the least memory that any configuration needs."""
+    """Return the line fits, with the least memory that any configuration needs.
+
+    Args:
+        error: its first line has it, or its last one the only reason.
+    """
     table = labelled_rows()
-    reason = error.problem.strip().splitlines()[-1].strip()
-    table.add_row("fits", Text.assemble(("no", "bold red"), f"  {reason}"))
+    first, *reasons = error.problem.strip().splitlines()
+    _, _, least = first.removesuffix(":").partition(": ")
+    if not least:
+        least = reasons[0].strip() if reasons else first
+    table.add_row("fits", Text.assemble(("no", "bold red"), f"  {least}"))
     return table
 
 

@@ -9,12 +9,14 @@ more (stages and meshes of any size, other schedules, host memory) and takes min
 """
 
 import math
-from collections.abc import Hashable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, pairwise
 
 from alpa_strategy.errors import DoesNotFitError, PlanError
+from alpa_strategy.fit.failures import Failure, TooLargeError, needed_bytes, nothing_fits, with_need
 from alpa_strategy.inter_op.mesh_options import allowed_shapes
 from alpa_strategy.inter_op.pins import Place, layers_of
 from alpa_strategy.inter_op.simulation import runtime_seconds, simulated_seconds
@@ -26,13 +28,11 @@ from alpa_strategy.ir.plan import Plan
 from alpa_strategy.microbatch.transform import microbatch
 from alpa_strategy.planner.assembly import plan_of
 from alpa_strategy.planner.cost_task import stage_cost_task
-from alpa_strategy.planner.failures import no_plan_error
 from alpa_strategy.planner.figures import with_figures
 from alpa_strategy.planner.microbatch_search import microbatch_counts
 from alpa_strategy.planner.task import PlanTask
 from alpa_strategy.schedules import in_flight, refusal
 from alpa_strategy.sharding.cross_mesh import boundary_link
-from alpa_strategy.units import format_bytes
 
 # The order of work of several stages.
 SCHEDULE = "1F1B"
@@ -49,6 +49,12 @@ _SOLVER_SECONDS = 2.0
 
 # Op indices that split a micro-batch into layers, and the meshes that are pinned for each layer.
 Layers = tuple[tuple[int, ...], tuple[frozenset[Place], ...]]
+
+# Named plans that need less memory than the fastest layouts.
+_ZERO = ("zero2", "zero3")
+
+# Solves a stage.
+SolveStage = Callable[[StageSolver, StageRequest], SolvedStage]
 
 # An estimate may be above the solved step by this factor.
 _SLACK = 1.03
@@ -69,6 +75,10 @@ class Configuration:
     names: tuple[str, ...] = ()
 
 
+# The least seconds of a configuration, which no plan of it is below, and the configuration.
+Candidate = tuple[float, Configuration]
+
+
 @dataclass(frozen=True)
 class Estimate:
     """A configuration with the seconds of a step that its middle layer suggests."""
@@ -84,27 +94,11 @@ def search_regular(task: PlanTask) -> Plan:
         PlanError: nothing fits, or a pin cannot be met.
     """
     search = RegularSearch(task)
-    with task.progress("estimate"):
-        estimates = search.estimates()
-    failures: list[tuple[str, PlanError]] = list(search.failures)
-    best: Plan | None = None
-    num_solved = 0
-    for estimate in estimates:
-        best_seconds = math.inf if best is None else best.predicted.step_seconds
-        if num_solved >= _MAX_SOLVED or estimate.seconds >= best_seconds * _SLACK:
-            break
-        with task.progress("solve the stages"):
-            try:
-                plan = search.plan(estimate.configuration)
-            except PlanError as error:
-                failures.append((_label(estimate.configuration), error))
-                continue
-        num_solved += 1
-        if plan.predicted.step_seconds < best_seconds:
-            best = plan
+    best = search.best_of(search.candidates())
     if best is None:
-        fix = "use more devices, fewer or shorter sequences, or relax the pinned options"
-        raise no_plan_error("no plan fits", failures, fix)
+        best = search.best_of(search.small_candidates())
+    if best is None:
+        raise nothing_fits(search.failures)
     return with_figures(best, task)
 
 
@@ -113,21 +107,55 @@ class RegularSearch:
 
     def __init__(self, task: PlanTask) -> None:
         self.task = task
-        self.failures: list[tuple[str, PlanError]] = []
+        self.failures: list[Failure] = []
         # By number of micro-batches; None: the step cannot be split so.
         self._solvers: dict[int, StageSolver | None] = {}
         self._named_solvers: dict[Hashable, StageSolver] = {}
         # By names and kinds of a micro-batch's ops.
         self._layers_by_ops: dict[Hashable, Layers] = {}
 
-    def estimates(self) -> list[Estimate]:
-        """Return the configurations that seem to fit, the fastest first."""
+    def best_of(self, candidates: Iterable[Candidate]) -> Plan | None:
+        """Return the best plan of candidates that come the fastest first; None: nothing fits.
+
+        More of them are estimated until one fits when it is solved.
+        """
+        remaining = deque(candidates)
+        best: Plan | None = None
+        while best is None and remaining:
+            with self.task.progress("estimate"):
+                estimates = self._next_estimates(remaining)
+            best = self._best_of_estimates(estimates)
+        return best
+
+    def _best_of_estimates(self, estimates: Sequence[Estimate]) -> Plan | None:
+        """Return the best plan of the estimated configurations; None: nothing fits."""
+        best: Plan | None = None
+        num_solved = 0
+        for estimate in estimates:
+            best_seconds = math.inf if best is None else best.predicted.step_seconds
+            if num_solved >= _MAX_SOLVED or estimate.seconds >= best_seconds * _SLACK:
+                break
+            with self.task.progress("solve the stages"):
+                try:
+                    plan = self.plan(estimate.configuration)
+                except PlanError as error:
+                    self.failures.append((_label(estimate.configuration), error))
+                    continue
+            num_solved += 1
+            if plan.predicted.step_seconds < best_seconds:
+                best = plan
+        return best
+
+    def _next_estimates(self, candidates: deque[Candidate]) -> list[Estimate]:
+        """Take candidates from the front, and return those that seem to fit, the fastest first."""
         estimates: list[Estimate] = []
         best_seconds = math.inf
         num_estimated = 0
-        for bound, configuration in self._candidates():
+        while candidates:
+            bound, configuration = candidates[0]
             if num_estimated >= _MAX_ESTIMATED or bound >= best_seconds:
                 break
+            candidates.popleft()
             try:
                 if self._least_bytes_of_stage(configuration) <= self.task.memory_limit:
                     num_estimated += 1
@@ -142,9 +170,48 @@ class RegularSearch:
     def plan(self, configuration: Configuration) -> Plan:
         """Return the plan of a configuration, each stage solved exactly.
 
+        The fastest layouts are taken if they fit. Otherwise the plan is the fastest one of named
+        plans that need less memory, and of layouts that are solved within the limit.
+
         Raises:
             PlanError: a stage does not fit.
         """
+        failures: list[PlanError] = []
+        try:
+            return self._plan(configuration, self._fastest_that_fits)
+        except DoesNotFitError as error:
+            failures.append(error)
+
+        plans: list[Plan] = []
+        for names in self._names(configuration.logical_mesh):
+            named = replace(configuration, names=names)
+            if names == configuration.names:
+                continue
+            try:
+                plan = self._plan(named, self._fastest_that_fits)
+            except PlanError as error:
+                failures.append(error)
+                continue
+            note = f"the fastest layouts do not fit: the plan is parallel={list(names)}"
+            plans.append(replace(plan, notes=(*plan.notes, note)))
+        try:
+            plans.append(self._plan(replace(configuration, names=()), StageSolver.solve))
+        except PlanError as error:
+            failures.append(with_need(error, self.task.memory_limit))
+        if plans:
+            return min(plans, key=lambda plan: plan.predicted.step_seconds)
+        raise min(failures, key=needed_bytes)
+
+    def _fastest_that_fits(self, solver: StageSolver, request: StageRequest) -> SolvedStage:
+        """Return the stage in its fastest layouts. Raises: DoesNotFitError: they do not fit."""
+        stage = solver.fastest(request)
+        num_bytes = stage.plan.predicted.peak_bytes
+        if num_bytes > self.task.memory_limit:
+            raise TooLargeError("a stage needs", num_bytes, self.task.memory_limit)
+        return stage
+
+    def _plan(self, configuration: Configuration, solve: SolveStage) -> Plan:
+        """Return the plan of a configuration whose stages are solved by `solve`."""
         solver = self._named(configuration)
         job = solver.job
         submesh = self._submesh(configuration.num_stages)
@@ -156,12 +223,7 @@ class RegularSearch:
         bounds = self._stage_bounds(configuration)
         for index, (first, last) in enumerate(pairwise(bounds)):
             request = self._request(job, first, last, configuration, alive[index])
-            stage = solver.fastest(request)
-            if stage.plan.predicted.peak_bytes > self.task.memory_limit:
-                needed = format_bytes(stage.plan.predicted.peak_bytes)
-                limit = format_bytes(self.task.memory_limit)
-                raise DoesNotFitError(f"stage {index} needs {needed} of {limit}")
-            solved.append(stage)
+            solved.append(solve(solver, request))
             first_devices.append(index * num_devices)
             is_last = index == configuration.num_stages - 1
             wires.append(0.0 if is_last else self._wire_seconds(job, last, submesh, index))
@@ -171,10 +233,22 @@ class RegularSearch:
 
     # --- Candidates
 
-    def _candidates(self) -> list[tuple[float, Configuration]]:
-        """Return (least seconds, configuration), the least first."""
+    def candidates(self) -> list[Candidate]:
+        """Return the usual configurations, the fastest first."""
+        return self._ordered(self._configurations(_SEQUENCES_OF_A_DEVICE))
+
+    def small_candidates(self) -> list[Candidate]:
+        """Return configurations with the most micro-batches that are not among the usual ones, the
+        fastest first: they need the least memory, and leave devices parts of sequences.
+        """
+        usual = set(self._configurations(_SEQUENCES_OF_A_DEVICE))
+        smallest = self._configurations((0,))
+        return self._ordered(conf for conf in smallest if conf not in usual)
+
+    def _ordered(self, configurations: Iterable[Configuration]) -> list[Candidate]:
+        """Return configurations with their least seconds, the fastest first."""
         candidates = []
-        for configuration in dict.fromkeys(self._configurations()):
+        for configuration in dict.fromkeys(configurations):
             num_stages = configuration.num_stages
             count = configuration.num_microbatches
             bubble = (count + num_stages - 1) / count
@@ -202,9 +276,13 @@ class RegularSearch:
         seconds = 3 * mesh.axes[0].seconds("all_gather", gathered)
         return configuration.num_microbatches * (1 - cluster.overlap) * seconds
 
-    def _configurations(self) -> Iterator[Configuration]:
+    def _configurations(self, sequences: Sequence[int]) -> Iterator[Configuration]:
         """Yield the configurations to solve: numbers of stages, logical meshes, micro-batches,
         recomputation.
+
+        Args:
+            sequences: of a micro-batch on each device that computes sequences of its own; 0: as
+                few as possible.
         """
         options = self.task.options
         cluster = self.task.cluster
@@ -218,8 +296,8 @@ class RegularSearch:
         for num_stages in self._stage_counts():
             submesh = self._submesh(num_stages)
             for shape in self._shapes(submesh):
-                for per_device in _SEQUENCES_OF_A_DEVICE:
-                    wanted = num_sequences / (per_device * shape[0])
+                for per_device in sequences:
+                    wanted = num_sequences / max(1, per_device * shape[0])
                     count = min(counts, key=lambda count: abs(math.log(count / max(1, wanted))))
                     if num_stages > 1 and refusal(SCHEDULE, num_stages, count):
                         continue
@@ -289,9 +367,7 @@ class RegularSearch:
                 if num_bytes <= self.task.memory_limit:
                     return Estimate(self._step_seconds(named, cost, share), named)
                 least_bytes = min(least_bytes, num_bytes)
-        needed = format_bytes(least_bytes)
-        limit = format_bytes(self.task.memory_limit)
-        raise DoesNotFitError(f"a device needs about {needed} of {limit}")
+        raise TooLargeError("a device needs about", least_bytes, self.task.memory_limit)
 
     def _middle(self, configuration: Configuration, submesh: tuple[int, int]) -> SolvedStage:
         """Return the middle layer alone, in the fastest layouts that the configuration allows."""
@@ -304,7 +380,8 @@ class RegularSearch:
 
     def _least_bytes_of_stage(self, configuration: Configuration) -> float:
         """Return the bytes of a stage of middle layers if its devices shared them evenly."""
-        alone = replace(configuration, logical_mesh=(1,), names=())
+        # Names of the mesh's axes have no meaning on one device.
+        alone = replace(configuration, logical_mesh=(1,), names=("auto",))
         cost = self._middle(alone, (1, 1)).cost
         alive = self._alive(configuration)[0]
         remat = configuration.remat
@@ -316,8 +393,10 @@ class RegularSearch:
         """Return named plans that need less memory than the fastest one, an entry per mesh axis."""
         if self.task.options.parallel != "auto" or self.task.options.placements:
             return []
-        more = ("tensor",) * (len(shape) - 1)
-        return [(name, *more) for name in ("zero2", "zero3")]
+        others = len(shape) - 1
+        names = [(name, *("tensor",) * others) for name in _ZERO]
+        names += [(name, *(name,) * others) for name in _ZERO]
+        return list(dict.fromkeys(names))
 
     def _step_seconds(self, configuration: Configuration, cost: StageCost, share: float) -> float:
         """Return the simulated seconds of equal stages, each of 1 / share layers of that cost."""
@@ -497,7 +576,8 @@ class RegularSearch:
 def _label(configuration: Configuration) -> str:
     """Return a configuration in words, for errors."""
     mesh = "x".join(map(str, configuration.logical_mesh))
-    text = f"{configuration.num_stages} stages of {mesh}"
+    stages = "stage" if configuration.num_stages == 1 else "stages"
+    text = f"{configuration.num_stages} {stages} of {mesh}"
     text += f", {configuration.num_microbatches} micro-batches"
     return f"{text}, recomputed" if configuration.remat else text
 

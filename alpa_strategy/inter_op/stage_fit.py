@@ -151,10 +151,12 @@ class StageFit:
 
     def _does_not_fit(self, num_bytes: float) -> DoesNotFitError:
         """Return the error for a stage that needs `num_bytes`, as far as is known."""
-        return DoesNotFitError(
+        error = DoesNotFitError(
             f"a stage on {math.prod(self._request.submesh)} devices needs"
             f" {format_bytes(num_bytes)} of {format_bytes(self._limit)}"
         )
+        error.least_bytes = num_bytes
+        return error
 
     def _temporary_at_least(self) -> float:
         """Return the temporary bytes that the stage needs whatever its layouts."""

@@ -9,6 +9,7 @@ import pytest
 from fit.small import write_config
 
 from alpa_strategy.cli import main
+from alpa_strategy.fit.flags import BatchDivision, batch_division
 from alpa_strategy.ir.plan import MEMORY_PARTS, Plan
 
 pytest.importorskip("transformers")
@@ -145,6 +146,69 @@ def test_what_does_not_fit_has_changes_that_fit(
     code, out = run(capsys, f"hf:{folder}", *changed)
     assert code == 0, out
     assert "fits   yes" in out
+
+
+# A step whose fastest layouts need more memory than ZeRO-3.
+TIGHT = [
+    *("--cluster", "a100_40gb", "cluster.num_nodes=1", "--seq", "512", "--batch", "16"),
+    *("--changes", "0", "plan.logical_mesh=[2,4]", "plan.num_stages=1", "plan.remat=true"),
+    *("plan.num_microbatches=8", "plan.memory_limit=42MiB"),
+]
+
+
+def test_what_fits_by_name_fits_without_the_name(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = write_config(tmp_path / "tiny", vocab_size=4096)
+    seconds = []
+    texts = []
+    for number, more in enumerate((["plan.parallel=zero3"], [])):
+        file = tmp_path / f"{number}.json"
+        code, out = run(capsys, f"hf:{folder}", *TIGHT, *more, "-o", str(file))
+        assert code == 0, out
+        plan = Plan.load(file)
+        assert plan.predicted.peak_bytes <= 42 * 2**20
+        seconds.append(plan.predicted.step_seconds)
+        texts.append(" ".join(out.split()))
+    assert seconds[1] <= seconds[0]
+    # No change was planned.
+    assert "none of the changes" not in texts[0]
+    # Two sequences of a micro-batch among eight devices.
+    assert "--context-parallel-size 4 --micro-batch-size 1 --global-batch-size 16" in texts[0]
+    assert "--parallelism.context_parallel_degree 4" in texts[0]
+    assert "data_parallel_shard_degree 2" in texts[0]
+    assert '"train_batch_size": 16' in texts[0]
+    assert "gradient_accumulation_steps" not in texts[0]
+
+
+def test_flags_divide_a_sequence_among_devices() -> None:
+    # Two sequences of a micro-batch among eight devices.
+    assert batch_division(2, 8) == BatchDivision(data=2, context=4, micro=1)
+    assert batch_division(16, 8) == BatchDivision(data=8, context=1, micro=2)
+
+
+def test_names_of_two_axes_are_planned(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = write_config(tmp_path / "tiny")
+    names = ["plan.logical_mesh=[2,4]", "plan.parallel=[zero3,tensor]"]
+    pinned = ["plan.num_microbatches=4", "plan.remat=true"]
+    code, out = run(capsys, f"hf:{folder}", *SMALL, *names, *pinned)
+    assert code == 0, out
+    assert "ZeRO-3" in out
+
+
+def test_least_need_of_all_configurations_is_the_answer(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = write_config(tmp_path / "tiny")
+    code, out = run(capsys, f"hf:{folder}", *SMALL, "plan.memory_limit=1MiB")
+    assert code == 2
+    assert "none of the changes" not in out
+    answer, _, error = " ".join(out.split()).partition("error:")
+    least = re.search(r"fits no at least (\S+ MiB) of 1.00 MiB a device \(\d+ stages? of", answer)
+    assert least is not None, out
+    needs = re.findall(r"needs (?:about )?(\S+) MiB of", error)
+    assert float(least[1].split()[0]) == min(map(float, needs))
+    assert len(needs) >= 8
 
 
 def test_sweep_is_a_table_and_a_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
