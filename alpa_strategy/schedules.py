@@ -218,10 +218,10 @@ def splits_backward(schedule: str, num_meshes: int, num_microbatches: int, v: in
     Stages that recompute gain nothing from that.
     """
     # Of the built-in ones the bubble says it, without all the actions of a step.
-    if schedule in BUILT_IN or SCHEDULES[schedule].bubble == 1.0:
+    if schedule in BUILT_IN:
         return SCHEDULES[schedule].bubble != 1.0
-    first_mesh = actions(schedule, num_meshes, num_microbatches, v)[0]
-    return any(action.kind == "W" for action in first_mesh)
+    orders = actions(schedule, num_meshes, num_microbatches, v)
+    return any(action.kind == "W" for order in orders for action in order)
 
 
 @lru_cache(maxsize=64)

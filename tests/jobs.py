@@ -42,3 +42,45 @@ def processes_left(folder: Path) -> str:
     return subprocess.run(
         ["pgrep", "-f", str(folder / "job.py")], capture_output=True, text=True
     ).stdout
+
+
+def failing_job(hook: str, options: str = "") -> str:
+    """A training on two ranks of which rank 1 raises a ValueError in a hook of step 2. Its argument
+    is a folder.
+
+    Args:
+        hook: of a callback, such as "on_train_batch_end".
+        options: keyword arguments of the strategy, as source text.
+    """
+    return _FAILING_JOB.replace("HOOK", hook).replace("OPTIONS", options)
+
+
+_FAILING_JOB = """
+import sys
+import lightning.pytorch as pl
+import torch
+import alpa_strategy
+from models import MLP
+from quiet import QUIET
+
+class Fails(pl.Callback):
+    def HOOK(self, trainer, *unused):
+        if trainer.global_rank == 1 and trainer.global_step == 2:
+            raise ValueError("the user's own mistake")
+
+model = MLP()
+rows = torch.utils.data.TensorDataset(*model.example_batch(64))
+strategy = alpa_strategy.AlpaStrategy(cluster="pcie_8gpu", verbose=False, OPTIONS)
+trainer = pl.Trainer(
+    strategy=strategy,
+    accelerator="cpu",
+    devices=2,
+    max_epochs=2,
+    callbacks=[Fails()],
+    default_root_dir=sys.argv[1],
+    **QUIET,
+)
+print("STARTED", flush=True)
+trainer.fit(model, torch.utils.data.DataLoader(rows, batch_size=4))
+print("FINISHED", flush=True)
+"""

@@ -110,12 +110,7 @@ class DeferredInit(ModuleInit):
 
         Buffers are made now, and parameters as well if the module will not be sharded. Collective.
 
-        Args:
-            trainer: the Trainer.
-            module: its module.
-            loaded: name -> tensor of a checkpoint, for parameters whose shards are read later.
-            fits: whether the full module fits on one device: it is not sharded for an evaluation
-                then.
+        Args: as of `ModuleInit.settle`.
 
         Raises:
             AlpaError: a parameter or buffer on the meta device has no values, and its module no

@@ -1,8 +1,10 @@
 """Why configurations do not fit, with the bytes that they need."""
 
+import math
 from collections.abc import Sequence
 
 from alpa_strategy.errors import DoesNotFitError, PlanError
+from alpa_strategy.inter_op.stage_fit import does_not_fit
 from alpa_strategy.planner.failures import no_plan_error
 from alpa_strategy.units import format_bytes
 
@@ -12,46 +14,33 @@ Failure = tuple[str, PlanError]
 _FIX = "use more devices, fewer or shorter sequences, or relax the pinned options"
 
 
-class TooLargeError(DoesNotFitError):
-    """A device needs more bytes than it may use.
-
-    Args:
-        subject: what needs them, with a verb.
-        num_bytes: that are needed on a device.
-        limit: bytes that a plan may use.
+def needed_bytes(error: PlanError, limit: float) -> float:
+    """Return the bytes that a device would need; infinity if the error does not say that they are
+    more than `limit`.
     """
-
-    def __init__(self, subject: str, num_bytes: float, limit: float) -> None:
-        self.num_bytes = num_bytes
-        self.limit = limit
-        super().__init__(f"{subject} {format_bytes(num_bytes)} of {format_bytes(limit)}")
-
-    def __reduce__(self) -> tuple:
-        """Pickle the text alone."""
-        return DoesNotFitError, (self.problem, self.fix)
-
-
-def needed_bytes(error: PlanError) -> float:
-    """Return the bytes that a device would need; infinity if the error is another one."""
-    return error.num_bytes if isinstance(error, TooLargeError) else float("inf")
+    if not isinstance(error, DoesNotFitError) or error.least_bytes is None:
+        return math.inf
+    return error.least_bytes if error.least_bytes > limit else math.inf
 
 
 def with_need(error: PlanError, limit: float) -> PlanError:
-    """Return a solver's error as a TooLargeError if it says how many bytes a device needs."""
-    needed = error.least_bytes if isinstance(error, DoesNotFitError) else None
-    if needed is None or needed <= limit:
-        return error
-    return TooLargeError("a stage needs", needed, limit)
+    """Return a solver's error in the words of `does_not_fit`, if it says what a device needs."""
+    needed = needed_bytes(error, limit)
+    return does_not_fit("a stage needs", needed, limit) if math.isfinite(needed) else error
 
 
-def nothing_fits(failures: Sequence[Failure]) -> PlanError:
+def nothing_fits(failures: Sequence[Failure], limit: float) -> PlanError:
     """Return one error with the reasons of all configurations: its first line has the least need,
     and those that need least are listed first.
+
+    Args:
+        failures: of all configurations.
+        limit: bytes that a plan may use.
     """
-    ordered = sorted(failures, key=lambda failure: needed_bytes(failure[1]))
+    ordered = sorted(failures, key=lambda failure: needed_bytes(failure[1], limit))
     problem = "no plan fits"
     label, least = ordered[0]
-    if isinstance(least, TooLargeError):
-        needed = f"{format_bytes(least.num_bytes)} of {format_bytes(least.limit)}"
-        problem += f": at least {needed} a device ({label})"
+    needed = needed_bytes(least, limit)
+    if math.isfinite(needed):
+        problem += f": at least {format_bytes(needed)} of {format_bytes(limit)} a device ({label})"
     return no_plan_error(problem, ordered, _FIX)

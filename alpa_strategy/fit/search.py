@@ -16,11 +16,12 @@ from functools import cached_property
 from itertools import accumulate, pairwise
 
 from alpa_strategy.errors import DoesNotFitError, PlanError
-from alpa_strategy.fit.failures import Failure, TooLargeError, needed_bytes, nothing_fits, with_need
+from alpa_strategy.fit.failures import Failure, needed_bytes, nothing_fits, with_need
 from alpa_strategy.inter_op.mesh_options import allowed_shapes
 from alpa_strategy.inter_op.pins import Place, layers_of
 from alpa_strategy.inter_op.simulation import runtime_seconds, simulated_seconds
 from alpa_strategy.inter_op.stage_costs import StageCostTask
+from alpa_strategy.inter_op.stage_fit import does_not_fit
 from alpa_strategy.inter_op.stage_problem import StageCost
 from alpa_strategy.inter_op.stage_solve import SolvedStage, StageRequest, StageSolver
 from alpa_strategy.ir.graph import StepGraph
@@ -98,7 +99,7 @@ def search_regular(task: PlanTask) -> Plan:
     if best is None:
         best = search.best_of(search.small_candidates())
     if best is None:
-        raise nothing_fits(search.failures)
+        raise nothing_fits(search.failures, task.memory_limit)
     return with_figures(best, task)
 
 
@@ -184,9 +185,9 @@ class RegularSearch:
 
         plans: list[Plan] = []
         for names in self._names(configuration.logical_mesh):
-            named = replace(configuration, names=names)
             if names == configuration.names:
                 continue
+            named = replace(configuration, names=names)
             try:
                 plan = self._plan(named, self._fastest_that_fits)
             except PlanError as error:
@@ -200,14 +201,14 @@ class RegularSearch:
             failures.append(with_need(error, self.task.memory_limit))
         if plans:
             return min(plans, key=lambda plan: plan.predicted.step_seconds)
-        raise min(failures, key=needed_bytes)
+        raise min(failures, key=lambda error: needed_bytes(error, self.task.memory_limit))
 
     def _fastest_that_fits(self, solver: StageSolver, request: StageRequest) -> SolvedStage:
         """Return the stage in its fastest layouts. Raises: DoesNotFitError: they do not fit."""
         stage = solver.fastest(request)
         num_bytes = stage.plan.predicted.peak_bytes
         if num_bytes > self.task.memory_limit:
-            raise TooLargeError("a stage needs", num_bytes, self.task.memory_limit)
+            raise does_not_fit("a stage needs", num_bytes, self.task.memory_limit)
         return stage
 
     def _plan(self, configuration: Configuration, solve: SolveStage) -> Plan:
@@ -367,7 +368,7 @@ class RegularSearch:
                 if num_bytes <= self.task.memory_limit:
                     return Estimate(self._step_seconds(named, cost, share), named)
                 least_bytes = min(least_bytes, num_bytes)
-        raise TooLargeError("a device needs about", least_bytes, self.task.memory_limit)
+        raise does_not_fit("a device needs about", least_bytes, self.task.memory_limit)
 
     def _middle(self, configuration: Configuration, submesh: tuple[int, int]) -> SolvedStage:
         """Return the middle layer alone, in the fastest layouts that the configuration allows."""

@@ -151,12 +151,8 @@ class StageFit:
 
     def _does_not_fit(self, num_bytes: float) -> DoesNotFitError:
         """Return the error for a stage that needs `num_bytes`, as far as is known."""
-        error = DoesNotFitError(
-            f"a stage on {math.prod(self._request.submesh)} devices needs"
-            f" {format_bytes(num_bytes)} of {format_bytes(self._limit)}"
-        )
-        error.least_bytes = num_bytes
-        return error
+        num_devices = math.prod(self._request.submesh)
+        return does_not_fit(f"a stage on {num_devices} devices needs", num_bytes, self._limit)
 
     def _temporary_at_least(self) -> float:
         """Return the temporary bytes that the stage needs whatever its layouts."""
@@ -318,3 +314,16 @@ def _without_the_largest(
             )
         choices[index] = replace(choices[index], cost=cost)
     return replace(problem, choices=tuple(choices))
+
+
+def does_not_fit(subject: str, num_bytes: float, limit: float) -> DoesNotFitError:
+    """Return the error for a device that needs more bytes than it may use, as far as is known.
+
+    Args:
+        subject: what needs them, with a verb.
+        num_bytes: that are needed on a device.
+        limit: bytes that a plan may use.
+    """
+    error = DoesNotFitError(f"{subject} {format_bytes(num_bytes)} of {format_bytes(limit)}")
+    error.least_bytes = num_bytes
+    return error

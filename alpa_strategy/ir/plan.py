@@ -8,7 +8,7 @@ are in `ir/plan_file.py`, how parameters are stored in `ir/parameter_plan.py`.
 import hashlib
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
@@ -28,6 +28,7 @@ from alpa_strategy.ir.parameter_plan import (
 )
 from alpa_strategy.ir.placement import DualLayout, Layout
 from alpa_strategy.ir.task_figures import TaskFigures
+from alpa_strategy.schedules import splits_backward
 
 # Other packages import all nouns of a plan from here.
 __all__ = [
@@ -300,6 +301,14 @@ def stages_by_devices(plan: "Plan") -> list[list[int]]:
     for index, stage in enumerate(plan.stages):
         groups.setdefault(stage.first_device, []).append(index)
     return list(groups.values())
+
+
+def stages_split_backward(
+    schedule: str, stages: Sequence[StagePlan], num_microbatches: int
+) -> bool:
+    """Whether a schedule computes the weights' gradients of these stages separately."""
+    num_meshes = len({stage_ranks(stage) for stage in stages})
+    return splits_backward(schedule, num_meshes, num_microbatches, len(stages) // num_meshes)
 
 
 def memory_by_mesh(plan: "Plan") -> dict[int, Counter[str]]:

@@ -22,8 +22,10 @@ from alpa_strategy.checkpoint.sharded_state_dict import shard_state, unshard_sta
 from alpa_strategy.comm.collectives import any_rank, broadcast_tensors, cpu_group, rank_in
 from alpa_strategy.hook_points import EAGER_SHARDING, GatherOnUse
 from alpa_strategy.ir.graph import BufferInput
+from alpa_strategy.ir.measured_steps import MeasuredSteps, ProfiledSteps
 from alpa_strategy.ir.optimizer_info import OptimizerInfo
 from alpa_strategy.ir.plan import Plan
+from alpa_strategy.ir.plan_companion import plan_digest
 from alpa_strategy.lightning.checks import UPDATE_HOOKS, has_own_hooks
 from alpa_strategy.lightning.digests import GRADIENT, GradientCheck, ReplicaChecksum
 from alpa_strategy.lightning.evaluation_loop import is_last_of_loader
@@ -192,6 +194,15 @@ class ShardedRun(ABC):
         """Continue where `state_dict` was taken, if that was on the same meshes."""
         if self._placed is not None:
             self._placed.load_state_dict(state)
+
+    def measured_steps(self, profiled: ProfiledSteps | None) -> MeasuredSteps:
+        """Return what was measured of the plan's steps, with the profile of some, if any."""
+        return MeasuredSteps(
+            plan_digest(self.plan),
+            self.measured_step_seconds,
+            profiled,
+            self.predicted_step_seconds,
+        )
 
     @cached_property
     def _trainer(self) -> Any:

@@ -14,9 +14,8 @@ from torch import nn
 
 from alpa_strategy.comm.collectives import rank_in
 from alpa_strategy.display.measured import measured_table
-from alpa_strategy.ir.measured_steps import MeasuredSteps, ProfiledSteps
+from alpa_strategy.ir.measured_steps import ProfiledSteps
 from alpa_strategy.ir.plan import stage_ranks
-from alpa_strategy.ir.plan_companion import plan_digest
 from alpa_strategy.lightning.checkpoint_paths import local_folder
 from alpa_strategy.lightning.rank_consistency import StepConsensus
 from alpa_strategy.profiling.chrome import write_trace
@@ -221,9 +220,7 @@ class StepProfile:
         mark_waiting(records)
         profiled = profiled_steps(records, self._first, str(path))
         self.profiled = profiled
-        digest = plan_digest(run.plan)
-        seconds = run.measured_step_seconds
-        measured = MeasuredSteps(digest, seconds, profiled, run.predicted_step_seconds)
+        measured = run.measured_steps(profiled)
         about = {"plan": measured.plan, "model": type(run.module).__name__}
         try:
             folder.mkdir(parents=True, exist_ok=True)

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 from alpa_strategy.errors import AlpaError
 from alpa_strategy.ir.measured_steps import MeasuredSteps, ProfiledSteps, measured_of_file
 from alpa_strategy.ir.plan import Plan
-from alpa_strategy.ir.plan_companion import plan_digest
 from alpa_strategy.lightning.logger_report import LoggerReport
 from alpa_strategy.lightning.plan_pages import PlanPages
 
@@ -80,19 +79,15 @@ class StepReports:
         """
         if not self._is_first_rank or run.plan is self._written:
             return
-        seconds = run.measured_step_seconds
         profiled = None if self._profile is None else self._profile.profiled
-        if seconds is None and profiled is None:
+        if run.measured_step_seconds is None and profiled is None:
             return
         self._written = run.plan
         path = run.plan_path
         if path.exists():
             if profiled is None:
                 profiled = _profiled_earlier(path, run.plan)
-            measured = MeasuredSteps(
-                plan_digest(run.plan), seconds, profiled, run.predicted_step_seconds
-            )
-            self._write_page(run, path, run.plan, measured)
+            self._write_page(run, path, run.plan, run.measured_steps(profiled))
 
     def _write_page(
         self,

@@ -537,7 +537,7 @@ def execution_of(stage: StagePlan) -> Execution:
     """Return what planning has decided on a stage's programs.
 
     Raises:
-        PlanError: nothing.
+        PlanError: the plan file is of a version that did not have it.
     """
     if stage.execution is None:
         raise PlanError("the plan lacks the `execution` of a stage", FIX)

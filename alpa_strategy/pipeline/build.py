@@ -21,7 +21,7 @@ from alpa_strategy.comm.random import ShardedRandom
 from alpa_strategy.ir.graph import ParameterInput, StepGraph
 from alpa_strategy.ir.guards import COUNTERS
 from alpa_strategy.ir.placement import Layout, value_layout
-from alpa_strategy.ir.plan import ParameterPlan, StagePlan, stage_ranks
+from alpa_strategy.ir.plan import ParameterPlan, StagePlan, stage_ranks, stages_split_backward
 from alpa_strategy.ir.stage_graph import batch_layout, slice_stage
 from alpa_strategy.lower.codegen import lower_stage
 from alpa_strategy.lower.lowered_step import LoweredStep
@@ -32,7 +32,6 @@ from alpa_strategy.pipeline.per_step_values import PerStepValues
 from alpa_strategy.pipeline.stage_program import Span, StageInputs, StageProgram, Values
 from alpa_strategy.pipeline.stage_worker import LocalStage
 from alpa_strategy.runtime.mesh_parameters import MeshParameters
-from alpa_strategy.schedules import actions
 from alpa_strategy.sharding.cross_mesh import StageSpec
 
 
@@ -96,7 +95,7 @@ def build_pipeline(
         held = [stage.parameter_plans for stage in stages]
     shared = _shared(graphs, stages, held)
     spec = PipelineSpec(micro, specs, schedule, shared, places.cluster)
-    if _splits_backward(schedule, stages, micro.num_microbatches):
+    if stages_split_backward(schedule, stages, micro.num_microbatches):
         if places.compiler is not None:
             reason = f"{schedule} splits the backward, which compiled programs cannot"
             warnings.warn(f"alpa: compile: {reason}: stages run uncompiled", stacklevel=2)
@@ -135,13 +134,6 @@ def _names_with_gradients(
     for parameter in shared:
         names |= {name for use_stage, name, _ in parameter.uses if use_stage == index}
     return sorted(names)
-
-
-def _splits_backward(schedule: str, stages: Sequence[StagePlan], num_microbatches: int) -> bool:
-    """Whether the schedule has backwards in two halves."""
-    num_meshes = len({stage_ranks(stage) for stage in stages})
-    orders = actions(schedule, num_meshes, num_microbatches, len(stages) // num_meshes)
-    return any(action.kind == "W" for order in orders for action in order)
 
 
 def _program(

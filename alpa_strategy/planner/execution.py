@@ -10,11 +10,10 @@ from dataclasses import replace
 from alpa_strategy.errors import PlanError
 from alpa_strategy.ir.execution import Execution
 from alpa_strategy.ir.graph import StepGraph
-from alpa_strategy.ir.plan import Plan, StagePlan, stage_ranks
+from alpa_strategy.ir.plan import Plan, StagePlan, stages_split_backward
 from alpa_strategy.ir.stage_graph import slice_stage
 from alpa_strategy.planner.early import can_be_early, early_reshardings
 from alpa_strategy.planner.matmul_overlap import Group, MatmulOverlap, layouts_of_stage
-from alpa_strategy.schedules import splits_backward
 from alpa_strategy.sharding.per_step import PerStep, not_per_step, per_step
 from alpa_strategy.sharding.stage_graphs import SegmentGraph, StageGraphs, stage_graphs
 
@@ -75,13 +74,9 @@ def can_overlap(plan: Plan) -> bool:
     """
     if plan.is_eager:
         return False
-    num_meshes = len({stage_ranks(stage) for stage in plan.stages})
-    num_stages = len(plan.stages)
-    if num_stages == 1:
+    if len(plan.stages) == 1:
         return True
-    return not splits_backward(
-        plan.schedule, num_meshes, plan.num_microbatches, num_stages // num_meshes
-    )
+    return not stages_split_backward(plan.schedule, plan.stages, plan.num_microbatches)
 
 
 def _graphs(
@@ -134,8 +129,9 @@ def check_execution(plan: Plan, index: int, graph: StepGraph) -> None:
     for name in not_per_step(part, execution.per_step_ops):
         raise PlanError(f"{where}.per_step_ops has {name!r}, which cannot run once per step", _FIX)
 
+    early = set() if stage.remat else can_be_early(part)
     for name in execution.early_reshardings:
-        if stage.remat or name not in can_be_early(part):
+        if name not in early:
             raise PlanError(
                 f"{where}.early_reshardings has {name!r}, which is not made of the batch alone, or"
                 " is recomputed",

@@ -102,8 +102,6 @@ class _Question:
         self._priced = priced
         self._index = index
         self._of = of
-        # Of the plan's layouts; None: not known yet.
-        self._penalty_of_plan: float | None = None
         intra = priced.intra
         if of.is_parameter:
             names = [parameter.name for parameter in intra.step.parameters]
@@ -123,14 +121,20 @@ class _Question:
         others: list[LayoutChoice] = []
         reasons: list[str] = []
         forbidden = 0
+        solved: list[tuple[str, LayoutChoice, float]] = []
         for layout, strategies in self._layouts():
             cost = self._priced.intra.problem.choices[self._choice].cost[list(strategies)]
-            if not np.isfinite(cost).any():
+            if np.isfinite(cost).any():
+                solved.append((layout, *self._solved(layout, strategies)))
+            else:
                 forbidden += 1
-                continue
-            choice, penalty = self._solved(layout, strategies)
-            # A named plan forbids uses of parameters by penalties longer than any step.
-            if penalty > self._allowed_penalty(chosen_layout):
+
+        # A named plan forbids uses of parameters by penalties longer than any step. A choice may
+        # have those that the plan cannot avoid either.
+        of_plan = sum(penalty for layout, _, penalty in solved if layout == chosen_layout)
+        most_penalty = of_plan + self._stage.predicted.step_seconds
+        for layout, choice, penalty in solved:
+            if penalty > most_penalty:
                 forbidden += 1
             elif layout != chosen_layout:
                 others.append(choice)
@@ -172,17 +176,6 @@ class _Question:
         if self._of.is_parameter:
             return _parameter_layout(stage.parameter_plans[self._of.name])
         return _op_layout(stage.strategies[self._of.name])
-
-    def _allowed_penalty(self, chosen_layout: str) -> float:
-        """Return the penalties of named plans that a choice may have: those that the plan cannot
-        avoid either, and less than the seconds of its stage.
-        """
-        if self._penalty_of_plan is None:
-            self._penalty_of_plan = 0.0
-            for layout, strategies in self._layouts():
-                if layout == chosen_layout:
-                    self._penalty_of_plan = self._solved(layout, strategies)[1]
-        return self._penalty_of_plan + self._stage.predicted.step_seconds
 
     def _solved(self, layout: str, strategies: Sequence[int]) -> tuple[LayoutChoice, float]:
         """Return the stage's best solution with one layout, and the penalties that it has."""

@@ -36,6 +36,7 @@ from alpa_strategy.ir.graph import StepGraph
 from alpa_strategy.ir.plan import Plan
 from alpa_strategy.microbatch.transform import microbatch, notes_of_split
 from alpa_strategy.options import PROPAGATION
+from alpa_strategy.partial_results import NOT_STORED, PartialResults
 from alpa_strategy.planner.assembly import best_solved, solved_plan
 from alpa_strategy.planner.cost_task import stage_cost_task
 from alpa_strategy.planner.failures import Failures, no_plan_error, timed
@@ -114,7 +115,7 @@ class PipelineSearch:
         self._fully_priced: set[int] = set()
         # Seconds of a step that is planned already.
         self._known = math.inf
-        # Likewise, with all stages: a bound is of these.
+        # As in `_spaces`, with all stages: a bound is of these.
         self._priced: dict[int, StageSpace] = {}
         # Submeshes that are unlikely to be used: a bound of their costs is enough.
         self._unlikely: frozenset[tuple[int, int]] = frozenset()
@@ -184,17 +185,19 @@ class PipelineSearch:
         space = self._priced.get(count)
         if space is None or self.task.options.solver == PROPAGATION:
             return 0.0
-        compute = partial(step_bound, space)
         with self.task.progress("bound"), timed(self.spent, "bound"):
-            if has_own_schedules():
-                return compute()
-            return self.task.results.get(
+            return self._results.get(
                 "bound",
                 key=lambda: candidates_key(space, math.inf),
-                compute=compute,
+                compute=partial(step_bound, space),
                 encode=lambda seconds: {"seconds": seconds},
                 decode=lambda record: float(record["seconds"]),
             )
+
+    @property
+    def _results(self) -> PartialResults:
+        """The results of an interrupted planning; none if a user's schedule decides with them."""
+        return NOT_STORED if has_own_schedules() else self.task.results
 
     def _best_plan(self) -> Plan | None:
         """Return the fastest plan of the best candidates, None if none of them fits."""
@@ -478,9 +481,9 @@ class PipelineSearch:
 
     def _candidates(self, space: StageSpace, ceiling: float) -> list[Candidate]:
         """Return the candidates that `solve` finds, or that an interrupted planning has stored."""
-        if self._solve is not solve_schedules or has_own_schedules():
+        if self._solve is not solve_schedules:
             return self._solve(space, ceiling)
-        return self.task.results.get(
+        return self._results.get(
             "candidates",
             key=lambda: candidates_key(space, ceiling),
             compute=lambda: solve_schedules(space, ceiling),

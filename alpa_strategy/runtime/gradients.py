@@ -343,12 +343,9 @@ class ReplicaReducer(GradientReducer):
 
         It has the indices of all ranks, as under DDP. Collective.
         """
-        rows = sharded.sparse_rows
-        if rows is None:
-            # This rank has made no gradient.
-            device = sharded.parameter.device
-            rows = torch.zeros(sharded.shape[:1], dtype=torch.bool, device=device)
-        sharded.make_sparse(self._mesh.all_devices.all_reduce(rows.int(), "max").bool())
+        device = sharded.parameter.device
+        axis = self._mesh.all_devices
+        sharded.make_sparse(_rows_anywhere(sharded.sparse_rows, sharded.shape[0], axis, device))
 
     def _start(self, buckets: "Sequence[Bucket]", required: Set[str]) -> "list[Bucket]":
         """Start those of `buckets` that have a required gradient, and return these."""
@@ -382,10 +379,11 @@ def average(
     """
     parameters = list(parameters)
     kinds = _kinds_anywhere(parameters, axis)
-    sparse_rows: list[tuple[nn.Parameter, Tensor]] = []
+    # Those whose gradient is sparse, with the indices that it has here.
+    sparse_rows: list[tuple[nn.Parameter, Tensor | None]] = []
     for p, kind in zip(parameters, kinds, strict=True):
         if kind == _SPARSE and p.numel():
-            sparse_rows.append((p, _rows_or_none(p)))
+            sparse_rows.append((p, None if p.grad is None else rows_of(p.grad)))
 
     averaged: list[tuple[list[nn.Parameter], tuple[int, ...], Pending]] = []
     for bucket in _buckets_to_average(parameters, kinds, bucket_bytes):
@@ -413,7 +411,7 @@ def average(
 
     for p, rows in sparse_rows:
         assert p.grad is not None
-        rows_of_all = axis.all_reduce(rows.int().to(device), "max").bool()
+        rows_of_all = _rows_anywhere(rows, p.shape[0], axis, device)
         p.grad = sparse_copy(p.grad, rows_of_all.to(p.device))
 
 
@@ -433,11 +431,21 @@ def _kinds_anywhere(parameters: list[nn.Parameter], axis: AxisComm) -> list[int]
     return all_reduce_max(kinds, axis.group)
 
 
-def _rows_or_none(parameter: nn.Parameter) -> Tensor:
-    """Return which indices of the first dim the sparse gradient has, none without a gradient."""
-    if parameter.grad is None:
-        return torch.zeros(parameter.size(0), dtype=torch.bool, device=parameter.device)
-    return rows_of(parameter.grad)
+def _rows_anywhere(
+    rows: Tensor | None, num_rows: int, axis: AxisComm, device: torch.device
+) -> Tensor:
+    """Return which indices of the first dim a sparse gradient has on any device of `axis`, bool
+    [num_rows]. Collective.
+
+    Args:
+        rows: those that it has here; None: this device has no gradient.
+        num_rows: size of the first dim.
+        axis: of the devices.
+        device: of the collective.
+    """
+    if rows is None:
+        rows = torch.zeros(num_rows, dtype=torch.bool, device=device)
+    return axis.all_reduce(rows.int().to(device), "max").bool()
 
 
 def _gradient_or_zeros(parameter: nn.Parameter) -> Tensor:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from covering import in_tiers, slow_but
 from equality.harness import assert_same, record
-from jobs import processes_left, run_job
+from jobs import failing_job, processes_left, run_job
 from models import MLP
 from strategy.test_training import ROWS, Measured, Phased, SaveMidway, Validated, run_train, train
 from strategy.test_training import assert_same as same_training
@@ -299,48 +299,17 @@ def test_one_stage_stays_unless_asked_otherwise():
         assert all(stage.remat for stage in plan.stages)
 
 
-# By default strategy/test_lost_rank.py ends a rank in the midst of a step, and test_failure.py has
-# exceptions.
+# By default extras/failure_watch/test_lost_rank.py ends a rank in the midst of a step, and
+# test_failure.py there has exceptions.
 @pytest.mark.slow
 def test_one_ranks_exception_ends_all_ranks(tmp_path):
     """In the midst of a step: the others wait for its messages then."""
-    done = run_job(tmp_path, FAILING_JOB, str(tmp_path), timeout=110)
+    script = failing_job("on_train_batch_start", "num_stages=2, num_microbatches=2")
+    done = run_job(tmp_path, script, str(tmp_path), timeout=110)
     assert done.returncode != 0
     assert "FINISHED" not in done.stdout
     assert "ValueError: the user's own mistake" in done.stderr
     assert processes_left(tmp_path) == ""
-
-
-FAILING_JOB = """
-import sys
-import lightning.pytorch as pl
-import torch
-import alpa_strategy
-from models import MLP
-from quiet import QUIET
-
-class Fails(pl.Callback):
-    def on_train_batch_start(self, trainer, *unused):
-        if trainer.global_rank == 1 and trainer.global_step == 2:
-            raise ValueError("the user's own mistake")
-
-model = MLP()
-rows = torch.utils.data.TensorDataset(*model.example_batch(64))
-strategy = alpa_strategy.AlpaStrategy(
-    cluster="pcie_8gpu", verbose=False, num_stages=2, num_microbatches=2
-)
-trainer = pl.Trainer(
-    strategy=strategy,
-    accelerator="cpu",
-    devices=2,
-    max_epochs=2,
-    callbacks=[Fails()],
-    default_root_dir=sys.argv[1],
-    **QUIET,
-)
-trainer.fit(model, torch.utils.data.DataLoader(rows, batch_size=4))
-print("FINISHED", flush=True)
-"""
 
 
 @pytest.mark.parametrize(

@@ -10,44 +10,14 @@ from itertools import product
 from pathlib import Path
 
 import pytest
-from jobs import processes_left, run_job
-
-JOB = """
-import sys
-import lightning.pytorch as pl
-import torch
-import alpa_strategy
-from models import MLP
-from quiet import QUIET
-
-class Fails(pl.Callback):
-    def on_train_batch_end(self, trainer, *unused):
-        if trainer.global_rank == 1 and trainer.global_step == 2:
-            raise ValueError("the user's own mistake")
-
-model = MLP()
-rows = torch.utils.data.TensorDataset(*model.example_batch(64))
-strategy = alpa_strategy.AlpaStrategy(cluster="pcie_8gpu", verbose=False)
-trainer = pl.Trainer(
-    strategy=strategy,
-    accelerator="cpu",
-    devices=2,
-    max_epochs=2,
-    callbacks=[Fails()],
-    default_root_dir=sys.argv[1],
-    **QUIET,
-)
-print("STARTED", flush=True)
-trainer.fit(model, torch.utils.data.DataLoader(rows, batch_size=4))
-print("FINISHED", flush=True)
-"""
+from jobs import failing_job, processes_left, run_job
 
 
 # By default `training_step` of the next test, which asserts the same and more.
 @pytest.mark.slow
 def test_one_ranks_exception_ends_all_ranks(tmp_path: Path) -> None:
     started = time.monotonic()
-    done = run_job(tmp_path, JOB, str(tmp_path))
+    done = run_job(tmp_path, failing_job("on_train_batch_end"), str(tmp_path))
     assert done.returncode != 0
     assert "FINISHED" not in done.stdout
     assert time.monotonic() - started < 100
