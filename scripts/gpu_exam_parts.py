@@ -33,6 +33,7 @@ from gpu_exam_models import (
     trained,
     wide_resnet,
 )
+from gpu_exam_programs import hugging_face, programs
 from gpu_exam_ranks import PLANS, two_ranks
 
 import alpa_strategy
@@ -402,6 +403,8 @@ PARTS: dict[str, tuple[Callable[[Exam, Add], None], int]] = {
     "ranks": (ranks, 180),
     "speed": (speed, 180),
     "memory": (memory, 120),
+    "programs": (programs, 150),
+    "hugging_face": (hugging_face, 60),
     "roofline": (roofline, 90),
     "checkpoint": (checkpoint, 60),
     "offload": (offload, 60),

@@ -17,6 +17,8 @@ PARTS = {
     "equality",
     "speed",
     "memory",
+    "programs",
+    "hugging_face",
     "checkpoint",
     "offload",
     "nccl",

@@ -79,8 +79,8 @@ class Contrastive(Program):
         z = F.normalize(views, dim=1)
         scores = z @ z.T / 0.5
         num = len(x)
-        scores = scores.masked_fill(torch.eye(2 * num, dtype=torch.bool), -1e9)
-        others = torch.arange(num)
+        scores = scores.masked_fill(torch.eye(2 * num, dtype=torch.bool, device=self.device), -1e9)
+        others = torch.arange(num, device=self.device)
         return F.cross_entropy(scores, torch.cat([others + num, others]))
 
 
@@ -164,7 +164,9 @@ class Recurrent(Program):
 
     def loss(self, batch: Any) -> Tensor:
         x, y = batch
-        out, last = self.rnn(x.view(len(x), 2, 3), torch.zeros(1, len(x), 5, dtype=x.dtype))
+        out, last = self.rnn(
+            x.view(len(x), 2, 3), torch.zeros(1, len(x), 5, dtype=x.dtype, device=self.device)
+        )
         score = self.head(out[:, -1] + last[0]).squeeze(-1)
         return (score - y).pow(2).sum() / self.trainer.train_dataloader.batch_size
 

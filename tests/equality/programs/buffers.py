@@ -35,10 +35,10 @@ class MomentumQueue(Program):
         positive = (queries * keys).sum(1, keepdim=True)
         scores = torch.cat([positive, queries @ self.queue.clone()], dim=1) / 0.2
         with torch.no_grad():
-            columns = (self.place + torch.arange(len(x))) % 8
+            columns = (self.place + torch.arange(len(x), device=self.device)) % 8
             self.queue.index_copy_(1, columns, keys.T)
             self.place.add_(len(x)).remainder_(8)
-        return F.cross_entropy(scores, torch.zeros(len(x), dtype=torch.long))
+        return F.cross_entropy(scores, torch.zeros(len(x), dtype=torch.long, device=self.device))
 
 
 class Codebook(Program):

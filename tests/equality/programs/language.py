@@ -99,9 +99,9 @@ class PackedSequences(Program):
     def loss(self, batch: Any) -> Tensor:
         ids, document = batch["ids"], batch["document"]
         is_same = document[:, None, :, None] == document[:, None, None, :]
-        sees = is_same & torch.ones(12, 12, dtype=torch.bool).tril()
+        sees = is_same & torch.ones(12, 12, dtype=torch.bool, device=self.device).tril()
         start = (document[:, :, None] > document[:, None, :]).sum(-1)
-        position = torch.arange(12)[None] - start
+        position = torch.arange(12, device=self.device)[None] - start
         h = self.embedding(ids) + self.positions(position)
         scores = self.head(self.attention(h, sees))
         is_inside = document[:, 1:] == document[:, :-1]

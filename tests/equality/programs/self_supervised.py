@@ -46,7 +46,7 @@ class SigLip(Program):
     def loss(self, batch: Any) -> Tensor:
         x, y = batch
         scores = self.image(x) @ self.text(y).T * self.scale + self.bias
-        signs = 2 * torch.eye(len(x), dtype=scores.dtype) - 1
+        signs = 2 * torch.eye(len(x), dtype=scores.dtype, device=self.device) - 1
         return -F.logsigmoid(signs * scores).sum() / len(x)
 
 
@@ -125,7 +125,7 @@ class SupervisedContrastive(Program):
         x, y = batch
         z = F.normalize(self.encoder(x), dim=1)
         scores = z @ z.T / 0.3
-        not_self = 1 - torch.eye(len(x), dtype=scores.dtype)
+        not_self = 1 - torch.eye(len(x), dtype=scores.dtype, device=self.device)
         positives = (y[:, None] == y[None, :]) * not_self
         log_share = scores - torch.log((scores.exp() * not_self).sum(1, keepdim=True))
         return -((positives * log_share).sum(1) / positives.sum(1)).mean()
@@ -147,7 +147,9 @@ class InBatchNegatives(Program):
         items = batch["item"]
         scores = self.users(batch["user"]) @ self.items(items).T
         frequency = (items[:, None] == items[None, :]).to(scores.dtype).mean(1)
-        return F.cross_entropy(scores - frequency.log(), torch.arange(len(items)))
+        return F.cross_entropy(
+            scores - frequency.log(), torch.arange(len(items), device=self.device)
+        )
 
 
 class ListRanking(Program):

@@ -30,15 +30,17 @@ class GraphClassification(Program):
     def convolve(self, layer: nn.Module, x: Tensor, edges: Tensor) -> Tensor:
         source, target = edges
         messages = torch.zeros_like(x).index_add(0, target, x[source])
-        degree = torch.zeros(len(x), dtype=x.dtype).index_add(
-            0, target, torch.ones(edges.shape[1], dtype=x.dtype)
+        degree = torch.zeros(len(x), dtype=x.dtype, device=self.device).index_add(
+            0, target, torch.ones(edges.shape[1], dtype=x.dtype, device=self.device)
         )
         return layer(x + messages / degree.clamp(min=1)[:, None])
 
     def loss(self, batch: Any) -> Tensor:
         h = F.relu(self.norm(self.convolve(self.first, batch["x"], batch["edges"])))
         h = self.convolve(self.second, h, batch["edges"])
-        pooled = torch.zeros(3, 8, dtype=h.dtype).index_add(0, batch["graph"], h)
+        pooled = torch.zeros(3, 8, dtype=h.dtype, device=self.device).index_add(
+            0, batch["graph"], h
+        )
         return F.cross_entropy(self.head(pooled), batch["y"])
 
 
@@ -86,7 +88,7 @@ class DeepSets(Program):
 
     def loss(self, batch: Any) -> Tensor:
         h = self.inner(batch["x"])
-        mask = (torch.arange(5) < batch["size"][:, None])[..., None]
+        mask = (torch.arange(5, device=self.device) < batch["size"][:, None])[..., None]
         mean = (h * mask).sum(1) / batch["size"][:, None]
         largest = h.masked_fill(~mask, -1e9).max(1).values
         out = self.outer(torch.cat([mean, largest], -1)).squeeze(-1)

@@ -197,7 +197,7 @@ class TemporalNorm(Program):
 
     def loss(self, batch: Any) -> Tensor:
         h = self.net(batch["x"])
-        is_padding = torch.arange(5)[None, :] >= batch["length"][:, None]
+        is_padding = torch.arange(5, device=self.device)[None, :] >= batch["length"][:, None]
         pooled = h.masked_fill(is_padding[:, None, :], float("-inf")).amax(-1)
         return F.cross_entropy(self.head(pooled), batch["y"])
 
