@@ -142,7 +142,8 @@ def segmented_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     result.
     """
     flat_bias = None if bias is None else bias.flatten()  # [s * n]
-    return F.linear(x, weight.flatten(0, 1), flat_bias).unflatten(-1, weight.shape[:2])
+    y = F.linear(x, weight.flatten(0, 1), flat_bias)  # [*b, s * n]
+    return y.view(*y.shape[:-1], *weight.shape[:2])
 
 
 _LIBRARY = torch.library.Library("alpa", "FRAGMENT")

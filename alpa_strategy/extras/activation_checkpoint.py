@@ -29,6 +29,9 @@ from alpa_strategy.units import format_bytes
 
 _MODULE_LISTS = (nn.ModuleList, nn.ModuleDict)
 
+# Arguments that a forward cannot change, but for the data of a tensor.
+_PLAIN = (Tensor, float, int, str, type(None))
+
 
 def modules_to_checkpoint(
     root: nn.Module, remat: bool | tuple[str, ...] | None
@@ -269,8 +272,10 @@ class ActivationBudget:
         The first call in a pass decides. A module with arguments other than tensors, numbers and
         strings is not recomputed: it may change them.
         """
-        leaves = tree_leaves(arguments)
-        is_plain = all(isinstance(leaf, Tensor | float | int | str | None) for leaf in leaves)
+        leaves = list(arguments)
+        if not all(isinstance(leaf, _PLAIN) for leaf in leaves):
+            leaves = tree_leaves(leaves)
+        is_plain = all(isinstance(leaf, _PLAIN) for leaf in leaves)
         if name not in self._pending or not is_plain:
             return name in self._recomputed
 

@@ -5,7 +5,7 @@ that combines them.
 import re
 from dataclasses import dataclass
 from enum import Enum
-from functools import cache
+from functools import cache, cached_property
 from typing import Any
 
 from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
@@ -187,12 +187,12 @@ class ParameterPlan:
         """
         return any(mode.is_shard for mode in self.modes)
 
-    @property
+    @cached_property
     def is_gathered_once(self) -> bool:
         """Whether it is gathered once per step on some axis (ZeRO-1/2)."""
         return any(mode.is_gathered_once for mode in self.modes)
 
-    @property
+    @cached_property
     def is_fetched(self) -> bool:
         """Whether it is copied from host memory for each use.
 

@@ -29,6 +29,7 @@ from alpa_strategy.ir.plan import Execution, StagePlan
 from alpa_strategy.ir.plan_file import FIX
 from alpa_strategy.ir.stage_graph import batch_layout, leaving_layouts
 from alpa_strategy.ir.value_names import maker_names
+from alpa_strategy.lower.bindings import python_function
 from alpa_strategy.lower.lines import (
     Line,
     before_first_use,
@@ -203,6 +204,8 @@ class ProgramWriter:
         is_plain = is_saved and local.random_axes is None and not is_symbolic(op.call)
         if is_plain and isinstance(target, PerRank) and target.num_ranks == 1:
             return self.call_of_one_rank(op, target, operands)
+        if is_plain:
+            target = python_function(call, self.device)
         if not is_saved:
             target = without_saving(target, op.name in self.stage.stored)
         if local.random_axes is not None:
@@ -226,7 +229,8 @@ class ProgramWriter:
         of_rank = []
         for operand, is_mapped in zip(operands, target.mapped, strict=True):
             of_rank.append(f"{operand}[0]" if is_mapped else operand)
-        text = self.call_text(f"f_{op.name}", inner.target, op, inner, of_rank)
+        function = python_function(inner, self.device)
+        text = self.call_text(f"f_{op.name}", function, op, inner, of_rank)
         self.namespace[with_rank_dim.__name__] = with_rank_dim
         code = f"{with_rank_dim.__name__}({text})"
         return code, inner if is_compilable(inner) else None

@@ -21,7 +21,7 @@ from alpa_strategy.pipeline.executor import Pipeline
 from alpa_strategy.pipeline.stage_worker import ChannelEnd, StageWorker
 from alpa_strategy.profiling.programs import program_with_ranges
 from alpa_strategy.profiling.ranges import ACTION, COLLECTIVE, MESSAGE, MODULE, WAIT, Ranges
-from alpa_strategy.runtime.gradients import Bucket
+from alpa_strategy.runtime.gradient_buckets import Bucket
 from alpa_strategy.runtime.parameters import ParameterStore
 
 Patch = tuple[Any, str, Any]

@@ -11,7 +11,7 @@ afterwards, as on one device (optimizers skip it), and new ones get buckets of t
 """
 
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterable, Sequence, Set
 from dataclasses import dataclass
 from functools import reduce
 
@@ -23,10 +23,13 @@ from alpa_strategy.comm.mesh import AxisComm, MeshComm, Pending
 from alpa_strategy.errors import RuntimeMismatchError
 from alpa_strategy.ir.placement import chunk_sizes
 from alpa_strategy.options import bucket_limit
+from alpa_strategy.runtime.gradient_buckets import (
+    Bucket,
+    Completed,
+    finish_buckets,
+    flat_gradients,
+)
 from alpa_strategy.runtime.sharded_parameter import ShardedParameter, rows_of, sparse_copy
-
-# Is called with parameters whose gradients are complete, while others are still reduced.
-Completed = Callable[[Sequence[nn.Parameter]], None]
 
 
 class GradientReducer:
@@ -52,8 +55,10 @@ class GradientReducer:
         # None until the devices have agreed on the gradients.
         self._buckets: list[Bucket] | None = None
 
-        # Parameters with a gradient that is in no bucket, and parameters without a gradient so far.
+        # Parameters whose gradient is in no bucket, nor complete after the backward.
         self._rest: list[ShardedParameter] = []
+
+        # Parameters without a gradient so far.
         self._unused: list[ShardedParameter] = []
 
         # Names of parameters of which some devices have gradients and others have not.
@@ -128,15 +133,18 @@ class GradientReducer:
         # Buckets with gradients that no hook has announced.
         for bucket in self._buckets[self._num_started :]:
             bucket.start()
-        _run(self._buckets, completed)
+        finish_buckets(self._buckets, completed)
 
         for sharded in self._rest:
-            is_complete = sharded.plan.is_fetched or sharded.is_used_in_place
-            if sharded.has_gradient and is_complete:
+            if self._is_complete(sharded) and sharded.has_gradient:
                 continue
             if sharded.has_gradient or sharded.name in self._only_somewhere:
                 sharded.put_gradient(sharded.to_use.gradients(sharded.take_gradient()))
         self.reset()
+
+    def _is_complete(self, sharded: ShardedParameter) -> bool:
+        """Whether the backward leaves the parameter's gradient as it is to be stored."""
+        return sharded.plan.is_fetched or sharded.is_used_in_place
 
     def _agree(self) -> None:
         """Find out which gradients exist on any device, and build buckets in the order in which the
@@ -206,7 +214,8 @@ class GradientReducer:
             sums = sharded.to_use.gradient_sums
             if not sums:
                 # Its gradient needs no sum, or another collective than sums.
-                self._rest.append(sharded)
+                if not self._is_complete(sharded) or sharded.name in self._only_somewhere:
+                    self._rest.append(sharded)
                 continue
             kinds = tuple((gradient_sum.axis, gradient_sum.dim is None) for gradient_sum in sums)
             key = (sharded.reduce_dtype, sharded.device, kinds)
@@ -282,6 +291,13 @@ class ReplicaReducer(GradientReducer):
         if not self.enabled or not self._parameters:
             return
         assert self._buckets is not None
+        if self._mesh.all_devices.size == 1:
+            # The only rank's gradients are the means already.
+            for sharded in self._parameters:
+                if sharded.link is not None and sharded.has_local_gradient:
+                    sharded.put_gradient(sharded.take_gradient())
+            self.reset()
+            return
 
         kinds, is_late = self._agree_on_kinds()
         agreed = list(zip(self._parameters, kinds, strict=True))
@@ -302,19 +318,14 @@ class ReplicaReducer(GradientReducer):
         # Late gradients are added to the sums, and sparse ones are converted: gradients are not
         # complete when their buckets are.
         are_complete = not late and _SPARSE not in kinds
-        _run(running, completed if are_complete else None)
-
-        # In no bucket if there is one rank alone.
-        for sharded in self._rest:
-            if sharded.has_local_gradient:
-                sharded.put_gradient(sharded.take_gradient())
+        finish_buckets(running, completed if are_complete else None)
 
         for sharded, grad in zip(late, late_gradients, strict=True):
             sharded.add_gradient(grad)
         if late:
             second = Bucket(late, {sharded.name for sharded in late}, self._scale)
             second.start()
-            _run([second])
+            finish_buckets([second])
 
         for sharded, kind in agreed:
             if kind == _SPARSE:
@@ -387,7 +398,7 @@ def average(
 
     averaged: list[tuple[list[nn.Parameter], tuple[int, ...], Pending]] = []
     for bucket in _buckets_to_average(parameters, kinds, bucket_bytes):
-        flat = _flat(list(map(_gradient_or_zeros, bucket)), 1 / axis.size).to(device)
+        flat = flat_gradients(list(map(_gradient_or_zeros, bucket)), 1 / axis.size).to(device)
         sizes = chunk_sizes(flat.numel(), axis.size)
         pending = axis.start_exchange(flat, sizes, [sizes[axis.index]] * axis.size)
         averaged.append((bucket, sizes, pending))
@@ -466,133 +477,3 @@ def _buckets_to_average(
             buckets.setdefault((p.dtype, total_bytes // bucket_bytes), []).append(p)
             total_bytes += p.numel() * p.element_size()
     return list(buckets.values())
-
-
-def _run(buckets: "list[Bucket]", completed: Completed | None = None) -> None:
-    """Wait for buckets that have started; all devices advance them in the same order."""
-    while buckets:
-        running = []
-        for bucket in buckets:
-            if bucket.advance():
-                running.append(bucket)
-                continue
-            others_in_flight = bool(running) or bucket is not buckets[-1]
-            if completed is not None and others_in_flight:
-                completed([sharded.parameter for sharded in bucket.parameters])
-        buckets = running
-
-
-class Bucket:
-    """Gradients that go through the same collectives together.
-
-    Args:
-        parameters: of these gradients.
-        needed: names of the parameters that have a gradient afterwards, with a local one or not.
-        scale: by what the sums are multiplied.
-    """
-
-    def __init__(
-        self, parameters: list[ShardedParameter], needed: Collection[str], scale: float
-    ) -> None:
-        self.parameters = parameters
-        self.needed = needed
-        self._scale = scale
-
-        # Per collective the sums of all gradients: over the same axis, each along a dim of its own.
-        sums = (sharded.to_use.gradient_sums for sharded in parameters)
-        self._collectives = list(zip(*sums, strict=True))
-
-        # The reduction, stopped while a collective is in flight; None before `start`.
-        self.running: Iterator[None] | None = None
-
-    def start(self) -> None:
-        """Take the local gradients, and start the first collective."""
-        self.running = self._reduce()
-        next(self.running)
-
-    def advance(self) -> bool:
-        """Wait for the collective in flight and start the next one.
-
-        Returns:
-            False if there was no next one: the gradients are stored in their parameters.
-        """
-        assert self.running is not None
-        return next(self.running, False) is None
-
-    def _reduce(self) -> Iterator[None]:
-        """Run one collective after another, and store the gradients in their parameters in the end.
-
-        Yields:
-            None while a collective is in flight.
-        """
-        # A gradient that an earlier backward has reduced, and to which this one does not add, stays
-        # as it is.
-        grads = []
-        is_reduced = []
-        for sharded in self.parameters:
-            takes_part = sharded.has_local_gradient or sharded.name in self.needed
-            is_reduced.append(takes_part)
-            grads.append(sharded.take_gradient() if takes_part else sharded.no_gradient())
-
-        for sums in self._collectives:
-            axis = sums[0].axis
-            shapes = [grad.shape for grad in grads]
-            dims = [gradient_sum.dim for gradient_sum in sums if gradient_sum.dim is not None]
-            if not dims:
-                pending = axis.start_all_reduce(_flat(grads, self._scale))
-                sizes = [shape.numel() for shape in shapes]
-            else:
-                pending = axis.start_reduce_scatter(_rows(grads, dims, axis.size, self._scale))
-                # Chunks are padded to the size of the first.
-                splits = list(zip(shapes, dims, strict=True))
-                sizes = [chunk_shape(shape, dim, axis.size, 0).numel() for shape, dim in splits]
-                shapes = [chunk_shape(shape, dim, axis.size, axis.index) for shape, dim in splits]
-
-            # The gradients are in the collective's input: not twice in memory.
-            grads = []
-            yield
-            for flat, shape in zip(pending.wait().split(sizes), shapes, strict=True):
-                grads.append(flat[: shape.numel()].view(shape))
-
-        for sharded, takes_part, grad in zip(self.parameters, is_reduced, grads, strict=True):
-            if takes_part:
-                sharded.put_gradient(grad)
-
-
-def _flat(grads: Sequence[Tensor], scale: float) -> Tensor:
-    """Return all elements of the gradients in one dim, multiplied by `scale`."""
-    if scale == 1.0:
-        return torch.cat([grad.reshape(-1) for grad in grads])
-
-    sizes = [grad.numel() for grad in grads]
-    flat = grads[0].new_empty(sum(sizes))
-    for grad, piece in zip(grads, flat.split(sizes), strict=True):
-        # Scaled in the pass that copies, as DDP does.
-        torch.mul(grad, scale, out=piece.view(grad.shape))
-    return flat
-
-
-def _rows(grads: Sequence[Tensor], dims: Sequence[int], count: int, scale: float) -> Tensor:
-    """Return [count, elements]: a row for each device, with its chunks of all gradients.
-
-    Args:
-        grads: all gradients.
-        dims: of each gradient the dim that is split over the devices.
-        count: number of devices. Each chunk is padded to the size of the largest.
-        scale: by what the gradients are multiplied.
-    """
-    splits = list(zip(grads, dims, strict=True))
-    widths = [chunk_shape(grad.shape, dim, count, 0).numel() for grad, dim in splits]
-    rows = grads[0].new_zeros((count, sum(widths)))
-    for (grad, dim), columns in zip(splits, rows.split(widths, 1), strict=True):
-        chunks = grad.split(chunk_sizes(grad.shape[dim], count), dim)
-        for row, chunk in zip(columns, chunks, strict=True):
-            torch.mul(chunk, scale, out=row[: chunk.numel()].view(chunk.shape))
-    return rows
-
-
-def chunk_shape(shape: torch.Size, dim: int, count: int, index: int) -> torch.Size:
-    """Return the shape of chunk `index` of `count` along `dim`; the first is the largest."""
-    sizes = list(shape)
-    sizes[dim] = chunk_sizes(shape[dim], count)[index]
-    return torch.Size(sizes)

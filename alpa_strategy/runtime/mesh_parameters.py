@@ -5,7 +5,7 @@ their gradients are noticed.
 """
 
 from collections.abc import Callable, Collection, Mapping
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -18,7 +18,8 @@ from alpa_strategy.ir.graph import ParameterInput
 from alpa_strategy.ir.optimizer_info import Reads
 from alpa_strategy.ir.owners import assign_owners, matrix_work, needs_owner
 from alpa_strategy.ir.plan import ParameterPlan
-from alpa_strategy.runtime.gradients import Completed, GradientReducer, ReplicaReducer, Replicas
+from alpa_strategy.runtime.gradient_buckets import Completed
+from alpa_strategy.runtime.gradients import GradientReducer, ReplicaReducer, Replicas
 from alpa_strategy.runtime.host_link import StoredTensors
 from alpa_strategy.runtime.host_parameters import HostParameters
 from alpa_strategy.runtime.sharded_parameter import ShardedParameter, replace_data
@@ -166,10 +167,10 @@ class MeshParameters:
                 sharded.begin_gathering()
 
         if not prefetched_bytes or self.mesh.all_devices.size == 1 or not torch.is_grad_enabled():
-            return LazyTensors(self.step_input)
+            return LazyTensors(self.step_input, self._used_as_stored)
 
         sums = Sums(prefetched_bytes)
-        entered: dict[str, Tensor] = {}
+        entered: dict[str, Tensor] = dict(self._used_as_stored)
         for sharded in self._by_parameter.values():
             if not sharded.parameter.requires_grad or not sharded.plan.uses_shards:
                 continue
@@ -178,6 +179,16 @@ class MeshParameters:
                 entrance = Entrance.apply(sharded.parameter, sums)
                 entered[sharded.name] = sharded.in_step(entrance)
         return LazyTensors(self.step_input, entered)
+
+    @cached_property
+    def _used_as_stored(self) -> dict[str, Tensor]:
+        """Name -> parameter, for those that every step takes as the module has them."""
+        parameters: dict[str, Tensor] = {}
+        for name, sharded in self._by_name.items():
+            has_copy = sharded.plan.is_fetched or sharded.is_gathered_once
+            if not has_copy and sharded.module_shape == sharded.shape:
+                parameters[name] = sharded.parameter
+        return parameters
 
     def step_input(self, name: str) -> Tensor:
         """Return what the lowered step takes for one parameter; waits for its gathering."""

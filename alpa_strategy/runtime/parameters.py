@@ -35,7 +35,8 @@ from alpa_strategy.ir.graph import ParameterInput
 from alpa_strategy.ir.optimizer_info import Reads
 from alpa_strategy.ir.plan import StagePlan, stage_ranks
 from alpa_strategy.options import BUCKET_BYTES
-from alpa_strategy.runtime.gradients import Completed, ReplicaReducer, Replicas, chunk_shape
+from alpa_strategy.runtime.gradient_buckets import Completed, chunk_shape
+from alpa_strategy.runtime.gradients import ReplicaReducer, Replicas
 from alpa_strategy.runtime.mesh_parameters import GradientReader, MeshParameters
 from alpa_strategy.runtime.sharded_parameter import Chunk, ShardedParameter, replace_data
 

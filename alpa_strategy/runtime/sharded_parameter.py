@@ -5,6 +5,7 @@ move between storage and step.
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -446,7 +447,7 @@ class ShardedParameter:
         """The layout in which the step uses the parameter."""
         return value_layout(self.to_use.dst)
 
-    @property
+    @cached_property
     def _local_step_shape(self) -> torch.Size:
         """The shape of this device's shard, as the step sees it."""
         return torch.Size(
