@@ -96,7 +96,9 @@ def main() -> int:
         ]
         ratio = statistics.median(ratios)
         for name, of_rounds in seconds.items():
-            parts = [1e3 * statistics.median(r[part] for r in of_rounds) for part in PARTS]
+            parts = []
+            for part in PARTS:
+                parts.append(1e3 * statistics.median(seen[part] for seen in of_rounds))
             figures = [f"{milliseconds:.1f}" for milliseconds in (*parts, sum(parts))]
             shown_ratio = "" if name == "plain" else f"{ratio:.2f}"
             table.add_row(f"{name}, {precision}", *figures, shown_ratio)

@@ -13,7 +13,6 @@ from alpa_strategy.commands.recipe_task import (
     captured_recipe,
     check_plannable,
     plan_options,
-    rare_collections,
     split_overrides,
 )
 from alpa_strategy.commands.writing import writing
@@ -27,6 +26,7 @@ from alpa_strategy.files import RECIPES, shipped_folder
 from alpa_strategy.fit.command import add_fit_arguments, is_by_name, plan_by_name
 from alpa_strategy.ir.plan import Plan
 from alpa_strategy.ir.plan_details import Origin
+from alpa_strategy.loading import rare_collections
 from alpa_strategy.partial_results import PartialResults
 from alpa_strategy.recipe import load_recipe, resolve_target
 

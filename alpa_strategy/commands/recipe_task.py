@@ -3,10 +3,8 @@
 The model is built on the meta device: no devices and no weights are needed.
 """
 
-import gc
 import re
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +22,7 @@ from alpa_strategy.errors import OptionError, check_names
 from alpa_strategy.ir.plan import Plan
 from alpa_strategy.lightning.job import compiled_by_user
 from alpa_strategy.lightning.master_weights import with_masters
+from alpa_strategy.loading import rare_collections
 from alpa_strategy.options import Limits, PlanOptions
 from alpa_strategy.partial_results import NOT_STORED, PartialResults
 from alpa_strategy.planner.eager_plan import eager_option
@@ -107,20 +106,6 @@ def check_plannable(recipe: Recipe) -> None:
             "leave it out; to plan one of several replicas, give a cluster of its devices and"
             " batch_scope=global",
         )
-
-
-@contextmanager
-def rare_collections() -> Iterator[None]:
-    """Context in which garbage is collected rarely, which saves a sixth of the planning time."""
-    thresholds = gc.get_threshold()
-    # Imported objects are many, and never garbage.
-    gc.freeze()
-    gc.set_threshold(100_000)
-    try:
-        yield
-    finally:
-        gc.set_threshold(*thresholds)
-        gc.unfreeze()
 
 
 def plan_options(recipe: Recipe) -> PlanOptions:

@@ -29,7 +29,7 @@ def add_arguments(why: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Print the answer, and add it to the page that is stored beside the plan."""
     from alpa_strategy.commands.origin import stored_plan
-    from alpa_strategy.commands.recipe_task import rare_collections
+    from alpa_strategy.loading import rare_collections
     from alpa_strategy.planner.explain import explain
 
     progress = Progress()

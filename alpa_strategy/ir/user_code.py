@@ -388,7 +388,8 @@ def _members(owners: Iterable[Any], names: set[str]) -> Iterator[Any]:
     All bases count, as `super()` may call theirs.
     """
     for owner in owners:
-        for name in names:
-            member = vars(owner).get(name)
+        namespace = vars(owner)
+        for name in names & namespace.keys():
+            member = namespace[name]
             if is_user_code(member):
                 yield member

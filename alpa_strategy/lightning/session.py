@@ -28,7 +28,7 @@ from alpa_strategy.lightning.evaluation_loop import EvaluationLoop
 from alpa_strategy.lightning.job import Job, device_limit
 from alpa_strategy.lightning.module_init import new_module_init, stays_sharded
 from alpa_strategy.lightning.out_of_memory import is_out_of_memory, memory_note, memory_of
-from alpa_strategy.loading import without_collections
+from alpa_strategy.loading import rare_collections, without_collections
 
 if TYPE_CHECKING:
     from alpa_strategy.ir.plan import Plan
@@ -155,7 +155,7 @@ class Session:
             self._reason = reason_for_eager_steps(module, optimizers, job, resumes_eager)
 
         # Measurements draw random numbers.
-        with isolate_rng(include_cuda=job.device.type == "cuda"):
+        with rare_collections(), isolate_rng(include_cuda=job.device.type == "cuda"):
             run = self._captured_run(inputs, batch, batch_idx)
             if run is None:
                 run = self._eager_run(inputs)

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -26,16 +25,15 @@ _GENERATED = (torch._C.TensorBase, torch._C._VariableFunctions, torch._C._nn)
 _functions: dict[tuple[Any, ...], Callable[..., Any]] = {}
 
 
-def python_function(call: OpCall, device: torch.device) -> Callable[..., Any]:
+def python_function(call: OpCall) -> Callable[..., Any]:
     """Return the function to call in place of `call.target`, with the same arguments.
 
     PyTorch's Python functions choose an overload by the kinds of their arguments. So a function is
-    taken only if, called on fake tensors, it runs the same ops with the same arguments and returns
-    the same as the target.
+    taken only if, called on tensors without data, it runs the same ops with the same arguments and
+    returns the same as the target.
 
     Args:
         call: a call whose arguments are numbers, lists, dtypes and the like, and tensors.
-        device: of its tensors.
 
     Returns:
         The function; the target itself if there is none, or it is not an op of ATen.
@@ -43,9 +41,9 @@ def python_function(call: OpCall, device: torch.device) -> Callable[..., Any]:
     name = aten_name(call.target)
     if not name:
         return call.target
-    key = (call.target, device.type, *_kinds(call))
+    key = (call.target, *_kinds(call))
     if key not in _functions:
-        _functions[key] = _same_function(call, name, device) or call.target
+        _functions[key] = _same_function(call, name) or call.target
     return _functions[key]
 
 
@@ -61,32 +59,31 @@ def _kinds(call: OpCall) -> Iterator[Any]:
         yield meta.dtype, len(meta.shape)
 
 
-def _same_function(call: OpCall, name: str, device: torch.device) -> Callable[..., Any] | None:
+def _same_function(call: OpCall, name: str) -> Callable[..., Any] | None:
     """Return a generated function that does what the op does, or None."""
-    expected = _effect(call, call.target, device)
+    expected = _effect(call, call.target)
     if expected is None:
         return None
     for place in _GENERATED:
         function = getattr(place, name, None)
-        if function is not None and _effect(call, function, device) == expected:
+        if function is not None and _effect(call, function) == expected:
             return function
     return None
 
 
-def _effect(call: OpCall, function: Callable[..., Any], device: torch.device) -> list[Any] | None:
-    """Return the ops that `function` runs on fake operands, with their arguments, and its results.
+def _effect(call: OpCall, function: Callable[..., Any]) -> list[Any] | None:
+    """Return the ops that `function` runs, with their arguments, and its results.
 
     None if it cannot be called so: it takes other arguments, or needs the values of tensors.
     """
-    with FakeTensorMode(), torch.no_grad():
-        operands = [torch.empty(m.shape, dtype=m.dtype, device=device) for m in call.operands]
-        recorder = _OpRecorder(operands)
-        try:
-            with recorder:
-                results = replace(call, target=function).call(*operands)
-        except (TypeError, ValueError, IndexError, AttributeError, RuntimeError):
-            # The op itself is called then.
-            return None
+    operands = [torch.empty(m.shape, dtype=m.dtype, device="meta") for m in call.operands]
+    recorder = _OpRecorder(operands)
+    try:
+        with torch.no_grad(), recorder:
+            results = replace(call, target=function).call(*operands)
+    except (TypeError, ValueError, IndexError, AttributeError, RuntimeError):
+        # The op itself is called then.
+        return None
     # Several results are a tuple, or a named one.
     is_tuple = isinstance(results, tuple | list)
     return [*recorder.ops, recorder.described(list(results) if is_tuple else results)]

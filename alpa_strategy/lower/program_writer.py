@@ -205,7 +205,7 @@ class ProgramWriter:
         if is_plain and isinstance(target, PerRank) and target.num_ranks == 1:
             return self.call_of_one_rank(op, target, operands)
         if is_plain:
-            target = python_function(call, self.device)
+            target = python_function(call)
         if not is_saved:
             target = without_saving(target, op.name in self.stage.stored)
         if local.random_axes is not None:
@@ -229,7 +229,7 @@ class ProgramWriter:
         of_rank = []
         for operand, is_mapped in zip(operands, target.mapped, strict=True):
             of_rank.append(f"{operand}[0]" if is_mapped else operand)
-        function = python_function(inner, self.device)
+        function = python_function(inner)
         text = self.call_text(f"f_{op.name}", function, op, inner, of_rank)
         self.namespace[with_rank_dim.__name__] = with_rank_dim
         code = f"{with_rank_dim.__name__}({text})"
