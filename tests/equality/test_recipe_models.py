@@ -41,7 +41,7 @@ SLOW_CASES = [
     ("recipe_moe", {"num_layers": 4}, 4, {"num_stages": 2, "num_microbatches": 2}),
     ("recipe_wide_resnet", {}, 2, {}),
     ("recipe_clip", {}, 2, {"parallel": "zero3"}),
-    ("recipe_clip", {}, 2, {"num_stages": 2}),
+    ("recipe_clip", {}, 2, {"num_stages": 2, "num_microbatches": 2}),
 ]
 
 
