@@ -185,14 +185,14 @@ def assert_same(runs: list[dict[str, Any]], reference: dict[str, Any]) -> None:
             torch.testing.assert_close(rows, whole, rtol=TOLERANCE, atol=TOLERANCE)
 
 
-# By default one kind of shards, where parameters fit whole on a device.
-SLOW_STRATEGIES = [strategy for strategy in ONE_STAGE if strategy != {"parallel": "zero3"}]
+# Where parameters fit whole on a device, metrics below are of that kind by default, and the
+# conformance suite has several loaders.
+SLOW_STRATEGIES = ONE_STAGE
 
 
 @pytest.mark.parametrize(
     "strategy",
     [
-        {"parallel": "zero3"},
         PIPELINE,
         *SHARDED,
         *(pytest.param(strategy, marks=pytest.mark.slow) for strategy in SLOW_STRATEGIES),

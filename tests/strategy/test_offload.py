@@ -244,7 +244,7 @@ def test_to_be_allowed_to_offload_never_costs_time(
 
 
 def test_less_of_the_host_is_used_where_it_has_less(tmp_path: Path) -> None:
-    options = {"memory_limit": 0.5 * state_bytes(), "num_stages": 1}
+    options = {"num_stages": 1, "num_microbatches": 1, "memory_limit": 0.5 * state_bytes()}
     much = planned(tmp_path, **options)
     spec = ClusterSpec.load(cluster_file(tmp_path, 1))
 
