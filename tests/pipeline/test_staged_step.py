@@ -319,8 +319,9 @@ def run_in_half(places, remat):
     return results
 
 
-@pytest.mark.parametrize("remat", [False, True], ids=["", "remat"])
-@pytest.mark.parametrize("places", [((0,), (1,)), ((0, 1),)], ids=["two stages", "two devices"])
+@pytest.mark.parametrize(
+    ("places", "remat"), in_tiers(product((((0,), (1,)), ((0, 1),)), (False, True)))
+)
 def test_casting_weights_once_per_step_changes_no_bit(pool, places, remat):
     for once, always in pool.run(2, run_in_half, places, remat):
         assert once == always
