@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from covering import slow_but
 from models import MODELS
 
 from alpa_strategy.cluster.spec import ClusterSpec
@@ -131,7 +132,10 @@ def test_a_schedule_of_many_stages_gets_as_many_layers():
     assert len(made.stages) == 4
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+# One with a stage on each mesh, one with several, and one that folds back.
+@pytest.mark.parametrize(
+    "schedule", slow_but(SCHEDULES, ("1F1B", "InterleavedZeroBubble", "ZBVZeroBubble"))
+)
 def test_what_the_error_offers_can_be_had(schedule):
     """Every number of stages that is offered is planned as asked."""
     with pytest.raises(PlanError) as caught:

@@ -125,7 +125,7 @@ def test_where_equal_stages_fit_the_search_finds_a_plan(optimizer):
     """
     most = most_bytes(job_of(optimizer))
     num_fitting = 0
-    for share in (1.0, 0.8, 0.6):
+    for share in (1.0, 0.6):
         limit = share * most
         if not equal_stages_fit(job_of(optimizer, limit)):
             continue
