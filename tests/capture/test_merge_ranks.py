@@ -6,10 +6,12 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import pytest
 import torch
+from covering import in_tiers
 from inter_op import test_microbatch
 from inter_op.test_microbatch import EXACT, Step
 from torch import Tensor
@@ -109,8 +111,9 @@ DETERMINISTIC = [
 ]
 
 
-@pytest.mark.parametrize("function", DETERMINISTIC, ids=lambda function: function.__name__)
-@pytest.mark.parametrize(("num_ranks", "num_samples"), [(2, 8), (3, 8)])
+@pytest.mark.parametrize(
+    ("function", "num_ranks", "num_samples"), in_tiers(product(DETERMINISTIC, (2, 3), (8,)))
+)
 def test_a_rank_has_its_own_numbers(
     function: Callable[..., Any], num_ranks: int, num_samples: int
 ) -> None:

@@ -15,7 +15,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 import torch.nn.functional as F
-from covering import in_tiers
+from covering import covering, slow_but
 from lightning.pytorch.callbacks import (
     EMAWeightAveraging,
     LearningRateFinder,
@@ -317,8 +317,12 @@ def try_it(name: str, root: str, options: dict[str, Any] | None) -> Any:
         return f"{type(error).__name__}: {error}"
 
 
-# By default each is tried with one kind of checkpoint, in turn.
-@pytest.mark.parametrize(("name", "case"), in_tiers(product(NAMES, CASES)))
+ROWS = list(product(NAMES, CASES))
+# By default each is tried with one kind of checkpoint, in turn. The CLI validates as it tests.
+DEFAULT_ROWS = [row for row in covering(ROWS) if row[0] != "cli_validate"]
+
+
+@pytest.mark.parametrize(("name", "case"), slow_but(ROWS, DEFAULT_ROWS))
 def test_readers_work_as_under_ddp(pool, tmp_path: Path, name: str, case: str) -> None:
     results = []
     for kind, options in (("ddp", None), (case, CASES[case])):

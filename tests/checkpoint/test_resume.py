@@ -45,7 +45,8 @@ def resume_twice(root: str, options: dict[str, Any]) -> bool:
     return True
 
 
-@pytest.mark.parametrize("case", CASES)
+# Below are a pipeline's chain of resumptions, and those of sharded parameters at other moments.
+@pytest.mark.parametrize("case", slow_but(CASES, ("tensor",)))
 def test_resume_is_bitwise(pool, tmp_path: Path, case: str) -> None:
     assert pool.run(2, resume_twice, str(tmp_path), CASES[case]) == [True, True]
 

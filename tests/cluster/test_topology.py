@@ -185,8 +185,8 @@ def test_a_pipeline_is_planned_in_the_order_whose_messages_are_fast():
     cluster = ClusterSpec.from_dict({**copy.deepcopy(BASE), **node})
     numbered, by_switch = cluster.orders()
     assert by_switch.ranks_of(0, 8) == (0, 2, 4, 6, 1, 3, 5, 7)
-    model = MODELS["gpt"](num_layers=4, d_model=64, vocab_size=32)
-    batch = model.example_batch(64, torch.Generator().manual_seed(0))
+    model = MODELS["gpt"](num_layers=2, d_model=64, vocab_size=32)
+    batch = model.example_batch(32, torch.Generator().manual_seed(0))
     options = PlanOptions(batch_scope="global", num_stages=2, num_microbatches=4, schedule="1F1B")
     pinned = [
         replace(cluster, order=order.ranks_of(0, 8) or "numbered")

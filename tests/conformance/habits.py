@@ -10,7 +10,7 @@ import logging
 import pprint
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -138,10 +138,10 @@ def outcomes(kind: str, root: str) -> dict[str, dict[str, Any]]:
     return results
 
 
-def refusals(root: str) -> dict[str, str]:
+def refusals(root: str, names: Sequence[str]) -> dict[str, str]:
     """Habit -> the error of a pipeline, which has no eager steps."""
     results = {}
-    for name in HABITS:
+    for name in names:
         Habitual.habit = name
         bench = Bench("pipelined", root)
         try:

@@ -91,6 +91,7 @@ def test_a_class_with_options_in_a_yaml_file(pool, tmp_path: Path) -> None:
     pipelined = [
         "--trainer.strategy.parallel=auto",
         "--trainer.strategy.num_stages=2",
+        "--trainer.strategy.num_microbatches=2",
         "--trainer.strategy.placements={}",
     ]
     assert pool.run(2, run_cli, str(path), *pipelined)[0][1][1] == 2

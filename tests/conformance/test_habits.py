@@ -29,8 +29,18 @@ def test_as_under_ddp(both, name: str) -> None:
     assert any(effects) or name == "text that decides"
 
 
-def test_a_pipeline_refuses_by_the_line(pool, tmp_path) -> None:
-    for rank in pool.run(RANKS, refusals, str(tmp_path), timeout=300):
+# One of each kind of effect; capture/test_side_effects.py has more of them.
+REFUSED = ("f-string", "logging", "lines of a file", "list of a class", "counter of a class")
+REFUSED += ("meter by name", "text that decides")
+
+
+@pytest.mark.parametrize(
+    "names",
+    [REFUSED, pytest.param(tuple(HABITS), marks=pytest.mark.slow)],
+    ids=["some", "all"],
+)
+def test_a_pipeline_refuses_by_the_line(pool, tmp_path, names: tuple[str, ...]) -> None:
+    for rank in pool.run(RANKS, refusals, str(tmp_path), names, timeout=300):
         for name, text in rank.items():
             assert text.startswith("CaptureError"), (name, text)
             assert "habits.py:" in text or "changes" in text, (name, text)

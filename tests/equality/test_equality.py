@@ -73,7 +73,7 @@ def cases():
     yield from product(MODELS, (*PLANS_2D, *PLANS), ("adamw",), (4,))
 
 
-@pytest.mark.parametrize(("model", "plan", "optimizer", "world_size"), in_tiers(cases(), times=2))
+@pytest.mark.parametrize(("model", "plan", "optimizer", "world_size"), in_tiers(cases()))
 def test_several_ranks(pool, reference, tmp_path, model, plan, optimizer, world_size):
     strategy = {**PLANS, **PLANS_2D}[plan]
     run = run_case(pool, reference, tmp_path, model, optimizer, world_size, strategy)

@@ -35,20 +35,20 @@ def reference(pool):
 
 # Each of their parts is in a case that runs by default.
 SLOW_CASES = [
+    ("recipe_moe", {}, 2, {}),
     ("recipe_moe", {"dropless": True}, 2, {}),
     ("recipe_moe", {}, 4, {**EXPERT_PARALLEL, "logical_mesh": (4,)}),
     ("recipe_moe", {}, 2, {"num_stages": 2, "num_microbatches": 2}),
     ("recipe_moe", {"num_layers": 4}, 4, {"num_stages": 2, "num_microbatches": 2}),
     ("recipe_wide_resnet", {}, 2, {}),
     ("recipe_clip", {}, 2, {"parallel": "zero3"}),
-    ("recipe_clip", {}, 2, {"num_stages": 2}),
+    ("recipe_clip", {}, 2, {"num_stages": 2, "num_microbatches": 2}),
 ]
 
 
 @pytest.mark.parametrize(
     ("model", "kwargs", "world_size", "options"),
     [
-        ("recipe_moe", {}, 2, {}),
         ("recipe_moe", {}, 2, EXPERT_PARALLEL),
         ("recipe_moe", {}, 2, {"parallel": "zero3"}),
         ("recipe_moe", {"dropless": True}, 2, {"num_stages": 2, "num_microbatches": 2}),

@@ -15,7 +15,7 @@ PLANS = {
     "data": {"parallel": "data"},
     "zero3": {"parallel": "zero3"},
     "tensor": {"parallel": "tensor"},
-    "pipelined": {"num_stages": 2},
+    "pipelined": {"num_stages": 2, "num_microbatches": 2},
     "experts": {"placements": {"*experts*": "S0"}, "logical_mesh": (2,)},
 }
 PLANS_OF_FOUR = {

@@ -21,7 +21,7 @@ PLANS: dict[str, dict[str, Any]] = {
     "data": {"parallel": "data"},
     "zero3": {"parallel": "zero3"},
     "tensor": {"parallel": "tensor"},
-    "stages": {"num_stages": 2},
+    "stages": {"num_stages": 2, "num_microbatches": 2},
     "experts": {"placements": {"*experts*": "S0"}, "logical_mesh": (2,)},
     "eager zero3": {"parallel": "zero3", "capture": "never"},
 }

@@ -421,7 +421,7 @@ def test_rows_of_ranks(function: Callable[..., Any], num_ranks: int, num_microba
     assert_same(Step(function), example(), num_microbatches, num_ranks=num_ranks)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(
     data=st.data(),
     parts=st.integers(1, 6),

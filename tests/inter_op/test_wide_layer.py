@@ -124,5 +124,6 @@ def test_a_loop_over_time_is_priced_at_or_just_above_its_ilp(scan):
 
 
 def test_a_loop_over_time_in_two_stages(scan):
-    plan = plan_pipeline(PlanTask(scan, CLUSTER, PlanOptions(num_stages=2), ADAM))
+    options = PlanOptions(num_stages=2, num_microbatches=2)
+    plan = plan_pipeline(PlanTask(scan, CLUSTER, options, ADAM))
     assert len(plan.stages) == 2

@@ -6,9 +6,11 @@ from __future__ import annotations
 
 import random as python_random
 from dataclasses import replace
+from itertools import product
 
 import numpy as np
 import pytest
+from covering import in_tiers
 from lowered_cases import captured, problem_of, random_assignment, run_lowered_stage, stage_of
 
 from alpa_strategy.errors import PlanError
@@ -51,8 +53,9 @@ def edited(stage: StagePlan, rng: python_random.Random) -> StagePlan:
     return replace(stage, strategies={**stage.strategies, name: tuple(axes)})
 
 
-@pytest.mark.parametrize("mesh_shape", MESHES)
-@pytest.mark.parametrize("name", ["mlp", "gpt", "llama", "convnet"])
+@pytest.mark.parametrize(
+    ("name", "mesh_shape"), in_tiers(product(("mlp", "gpt", "llama", "convnet"), MESHES))
+)
 def test_what_rules_offer_passes(name, mesh_shape):
     intra = problem_of(name, mesh_shape)
     for seed in range(20):
@@ -62,8 +65,7 @@ def test_what_rules_offer_passes(name, mesh_shape):
         )
 
 
-@pytest.mark.parametrize("mesh_shape", MESHES)
-@pytest.mark.parametrize("name", ["mlp", "gpt"])
+@pytest.mark.parametrize(("name", "mesh_shape"), in_tiers(product(("mlp", "gpt"), MESHES)))
 def test_edited_plans_are_refused_or_right(name, mesh_shape):
     intra, case = problem_of(name, mesh_shape), captured(name, int(np.prod(mesh_shape)))
     rng = python_random.Random(hash(mesh_shape))

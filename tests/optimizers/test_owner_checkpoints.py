@@ -14,8 +14,9 @@ from alpa_strategy import export_checkpoint
 @pytest.mark.parametrize(
     ("optimizer", "saved"),
     [
-        ("muon", "zero3"),
         ("shampoo", "stages"),
+        # Below a state that was saved in shards is resumed.
+        pytest.param("muon", "zero3", marks=pytest.mark.slow),
         pytest.param("shampoo", "data", marks=pytest.mark.slow),
     ],
 )

@@ -74,9 +74,6 @@ def test_parameters_stay_as_they_lie(options, solver, tmp_path):
     other = plan("gpt", 2, around, length=6, solver=solver)
     assert stored(other) == stored(first)
     assert other.fingerprint.batch != first.fingerprint.batch
-    assert plan("gpt", 8, around, solver="ilp").predicted.step_seconds <= plan(
-        "gpt", 8, around, solver="propagation"
-    ).predicted.step_seconds * (1 + 1e-9)
 
 
 def test_the_same_step_around_its_own_plan_is_that_plan():
@@ -84,6 +81,15 @@ def test_the_same_step_around_its_own_plan_is_that_plan():
     again = plan("gpt", 8, first)
     assert again.predicted.step_seconds == pytest.approx(first.predicted.step_seconds)
     assert again.stages[0].strategies == first.stages[0].strategies
+
+
+@pytest.mark.parametrize("options", [ONE, TWO], ids=["one stage", "two stages"])
+def test_propagation_around_a_plan_is_no_faster_than_the_solver(options):
+    first = plan("gpt", 8, **options)
+    solved = plan("gpt", 8, first, solver="ilp")
+    propagated = plan("gpt", 8, first, solver="propagation")
+    seconds = solved.predicted.step_seconds
+    assert seconds <= propagated.predicted.step_seconds * (1 + 1e-9)
 
 
 def test_two_steps_of_one_module_share_storage_placements():

@@ -62,6 +62,7 @@ def test_the_command_shows_what_was_planned(tmp_path, capsys, monkeypatch):
         "model.num_layers=1",
         "data.batch_size=3",
         "plan.num_microbatches=1",
+        "plan.num_stages=1",
         "--tune",
         "batch_size",
     ]

@@ -33,7 +33,7 @@ def test_random_plans_train_as_one_process_or_are_refused(pool, capsys, seed, co
 @pytest.mark.parametrize(
     ("seed", "bases", "count"),
     [
-        (1, BASES[::3], len(BASES[::3])),
+        (1, BASES[::5], len(BASES[::5])),
         pytest.param(TODAY, BASES, 300, marks=pytest.mark.slow),
     ],
     ids=["a few", "nightly"],

@@ -27,7 +27,7 @@ from alpa_strategy import AlpaStrategy, ClusterSpec, Plan, PlanOptions, make_pla
 from alpa_strategy.display.full_plan import plan_table
 from alpa_strategy.errors import DoesNotFitError, OptionError, PlanError
 
-SIZES = {"vocab_size": 64, "d_model": 64, "d_hidden": 128, "num_layers": 4, "seq_len": 2}
+SIZES = {"vocab_size": 64, "d_model": 64, "d_hidden": 128, "num_layers": 2, "seq_len": 2}
 HOST = {"link_bandwidth": 25e9, "memory_bytes": 1e12, "memory_bandwidth": 100e9}
 
 
@@ -41,9 +41,10 @@ def cluster_file(folder: Path, num_devices: int, **host: float) -> str:
     return str(path)
 
 
-def state_bytes() -> int:
+def state_bytes(num_layers: int = SIZES["num_layers"]) -> int:
     """Parameters, gradients and Adam's moments in float64, whole."""
-    return sum(p.numel() for p in MODELS["llama"](**SIZES).parameters()) * 8 * 4
+    module = MODELS["llama"](**{**SIZES, "num_layers": num_layers})
+    return sum(p.numel() for p in module.parameters()) * 8 * 4
 
 
 LIMIT = state_bytes() / 4
@@ -234,7 +235,7 @@ def test_nothing_is_offloaded_where_everything_fits(tmp_path: Path) -> None:
 def test_to_be_allowed_to_offload_never_costs_time(
     tmp_path_factory, share: float, rate: float
 ) -> None:
-    folder, limit = tmp_path_factory.mktemp("law"), share * state_bytes() / 2  # two of four layers
+    folder, limit = tmp_path_factory.mktemp("law"), share * state_bytes(4) / 2  # two of four layers
     common = {"memory_limit": limit, "link_bandwidth": rate, "num_stages": 1, "num_layers": 2}
     allowed = planned(folder, **common)
     assert allowed.predicted.peak_bytes <= limit
@@ -244,18 +245,19 @@ def test_to_be_allowed_to_offload_never_costs_time(
 
 
 def test_less_of_the_host_is_used_where_it_has_less(tmp_path: Path) -> None:
-    options = {"memory_limit": 0.5 * state_bytes(), "num_stages": 1}
-    much = planned(tmp_path, **options)
+    sizes = {**SIZES, "num_layers": 4}
+    options = {"num_stages": 1, "num_microbatches": 1, "memory_limit": 0.5 * state_bytes(4)}
+    much = planned(tmp_path, num_layers=4, **options)
     spec = ClusterSpec.load(cluster_file(tmp_path, 1))
 
     def with_host(num_bytes: float) -> Plan:
         cluster = replace(spec, host=replace(spec.host, memory_bytes=num_bytes))
-        module = MODELS["llama"](**SIZES).double()
+        module = MODELS["llama"](**sizes).double()
         return make_plan(module, module.example_batch(8), cluster, PlanOptions(**options))
 
     def used(plan: Plan) -> int:
-        sizes = {name: p.numel() for name, p in MODELS["llama"](**SIZES).named_parameters()}
-        return sum(sizes[name] for name in on_host(plan)) * 8 * 4
+        numbers = {name: p.numel() for name, p in MODELS["llama"](**sizes).named_parameters()}
+        return sum(numbers[name] for name in on_host(plan)) * 8 * 4
 
     assert used(much) > 0
     tight = with_host(1.001 * used(much))

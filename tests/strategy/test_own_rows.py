@@ -17,7 +17,11 @@ from alpa_strategy import AlpaStrategy
 ROWS = 4
 WIDTH = 6
 RANKS = 2
-PLANS: list[dict[str, Any]] = [{"parallel": "data"}, {"parallel": "tensor"}, {"num_stages": 2}]
+PLANS: list[dict[str, Any]] = [
+    {"parallel": "data"},
+    {"parallel": "tensor"},
+    {"num_stages": 2, "num_microbatches": 2},
+]
 
 
 class Net(pl.LightningModule):

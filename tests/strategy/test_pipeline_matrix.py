@@ -133,7 +133,7 @@ def test_pipelines_train_as_one_device(
     ("model", "world", "options"),
     [
         ("unet", 3, {"num_stages": 3, "num_microbatches": 4, "batch_scope": "global"}),
-        ("translator", 2, {"num_stages": 2, "schedule": "GPipe"}),
+        ("translator", 2, {"num_stages": 2, "num_microbatches": 2, "schedule": "GPipe"}),
         ("resnet", 2, {"num_stages": 2, "num_microbatches": 2, "remat": True}),
         pytest.param("twice", 4, {"num_stages": 2}, marks=pytest.mark.slow),
         pytest.param(

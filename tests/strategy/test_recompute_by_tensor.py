@@ -215,13 +215,13 @@ def test_what_is_pinned_is_made_again_and_nothing_else() -> None:
 
 
 def test_spans_are_made_again_where_single_results_do_not_fit() -> None:
-    limit = plan("llama", remat=True, num_microbatches=1, layers=8).predicted.peak_bytes * 1.01
-    chosen_plan = plan("llama", memory_limit=limit, layers=8, offload=False)
+    limit = plan("llama", remat=True, num_microbatches=1, layers=6).predicted.peak_bytes * 1.01
+    chosen_plan = plan("llama", memory_limit=limit, layers=6, offload=False)
     assert chosen_plan.stages[0].remat
     assert chosen_plan.num_microbatches == 1
     assert chosen_plan.predicted.peak_bytes <= limit
     # The cluster has a way to host memory: where results may wait there, that is faster.
-    stored = plan("llama", memory_limit=limit, layers=8)
+    stored = plan("llama", memory_limit=limit, layers=6)
     assert stored.stages[0].stored
     assert not stored.stages[0].remat
     assert stored.predicted.peak_bytes <= limit
