@@ -10,11 +10,10 @@ s % num_meshes. In a folded schedule (ZBV), mesh m has the stages m and N - 1 - 
 """
 
 import itertools
-from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
-from typing import TypeVar
 
 import numpy as np
 
@@ -32,15 +31,14 @@ from alpa_strategy.schedule_orders import (
     zbv,
     zbv_refuses,
 )
-
-# Share of a backward's time that computes the weights' gradients, if they are computed separately.
-WEIGHT_SHARE = 0.5
-
-
-# (F | B | W, stage, micro-batch): the result of an action. `B` is the gradient of the inputs.
-Source = tuple[str, int, int]
-
-Seconds = TypeVar("Seconds", float, np.ndarray)
+from alpa_strategy.schedule_times import (
+    Source,
+    Steps,
+    input_of,
+    numbered_steps,
+    result_of,
+    timed_steps,
+)
 
 
 @dataclass(frozen=True)
@@ -326,10 +324,13 @@ def timeline(
     num_stages = len(forward)
     if not num_meshes:
         num_meshes = num_stages
-    order = _in_order(schedule, num_meshes, num_microbatches, num_stages // num_meshes)
+    v = num_stages // num_meshes
+    order = _in_order(schedule, num_meshes, num_microbatches, v)
+    steps = _steps_of(schedule, num_meshes, num_microbatches, v)
 
     timed = []
-    for mesh, action, start, end in _timed(order, forward, backward, boundary, max):
+    times = timed_steps(steps, forward, backward, boundary, max)
+    for (mesh, action, _), (start, end) in zip(order, times, strict=True):
         timed.append(TimedAction(action.stage, action.kind, action.microbatch, mesh, start, end))
     return sorted(timed, key=lambda action: (action.mesh, action.start))
 
@@ -353,14 +354,19 @@ def seconds_of_many(
     Raises:
         PlanError: as of `timeline`.
     """
-    order = _in_order(schedule, num_meshes, num_microbatches, forward.shape[1] // num_meshes)
+    steps = _steps_of(schedule, num_meshes, num_microbatches, forward.shape[1] // num_meshes)
     if len(forward) == 1:
         # Python's floats are faster than arrays of one.
-        timed = _timed(order, forward[0].tolist(), backward[0].tolist(), boundary[0].tolist(), max)
+        times = timed_steps(
+            steps, forward[0].tolist(), backward[0].tolist(), boundary[0].tolist(), max
+        )
     else:
-        timed = _timed(order, list(forward.T), list(backward.T), list(boundary.T), np.maximum)
-    ends = [end for _, _, _, end in timed]
-    return np.atleast_1d(np.max(ends, axis=0))
+        times = timed_steps(steps, list(forward.T), list(backward.T), list(boundary.T), np.maximum)
+    # A mesh's last action ends last.
+    last_end = {}
+    for numbers, (_, end) in zip(steps.numbers, times, strict=True):
+        last_end[numbers[0]] = end
+    return np.atleast_1d(np.max(list(last_end.values()), axis=0))
 
 
 # An entry takes megabytes if there are many micro-batches.
@@ -371,6 +377,14 @@ def _in_order(
     """Return all actions of a schedule as `_topological` sorts them."""
     orders = actions(schedule, num_meshes, num_microbatches, v)
     return _topological(schedule, orders, num_meshes * v)
+
+
+# An entry takes megabytes if there are many micro-batches.
+@lru_cache(maxsize=4)
+def _steps_of(schedule: str, num_meshes: int, num_microbatches: int, v: int) -> Steps:
+    """Return all actions of a schedule as numbers, in the order of `_in_order`."""
+    in_order = _in_order(schedule, num_meshes, num_microbatches, v)
+    return numbered_steps(in_order, num_meshes * v, num_microbatches)
 
 
 def _topological(
@@ -394,10 +408,10 @@ def _topological(
         num_before = num_waiting
         for mesh, order in enumerate(orders):
             for action in order[position[mesh] :]:
-                needed = _needed(action, num_stages)
+                needed = input_of(action, num_stages)
                 if needed not in available:
                     break
-                available.add(_makes(action))
+                available.add(result_of(action))
                 in_order.append((mesh, action, needed))
                 position[mesh] += 1
                 num_waiting -= 1
@@ -426,75 +440,6 @@ def _lock_up(
         "let every action come after those that it waits for, and place the stages as the"
         " schedule does",
     )
-
-
-def _needed(action: Action, num_stages: int) -> Source | None:
-    """Return the input that an action waits for; None in the first stage's forward."""
-    stage = action.stage
-    microbatch = action.microbatch
-    if action.kind == "F":
-        return ("F", stage - 1, microbatch) if stage else None
-    if action.kind == "W":
-        return "B", stage, microbatch
-    has_next_stage = stage + 1 < num_stages
-    return ("B", stage + 1, microbatch) if has_next_stage else ("F", stage, microbatch)
-
-
-def _makes(action: Action) -> Source:
-    """Return the result of an action, for others to wait for."""
-    kind = "B" if action.kind == "I" else action.kind
-    return kind, action.stage, action.microbatch
-
-
-def _timed(
-    order: Sequence[tuple[int, Action, Source | None]],
-    forward: Sequence[Seconds],
-    backward: Sequence[Seconds],
-    boundary: Sequence[Seconds],
-    latest: Callable[[Seconds, Seconds], Seconds],
-) -> Iterator[tuple[int, Action, Seconds, Seconds]]:
-    """Yield (mesh, action, start, end) of a simulated step.
-
-    All seconds are numbers, or arrays with an element per pipeline.
-
-    Args:
-        order: actions as `_topological` sorts them.
-        latest: returns the larger of two, element by element.
-    """
-    seconds = {
-        "F": forward,
-        "B": backward,
-        "I": [b * (1 - WEIGHT_SHARE) for b in backward],
-        "W": [b * WEIGHT_SHARE for b in backward],
-    }
-    zero = forward[0] * 0.0
-    # Result -> when it is computed, and when it arrives at the stage after (F) or before (B).
-    ended: dict[Source, Seconds] = {}
-    arrived: dict[Source, Seconds] = {}
-    # (F or B, number of the link) -> when the link has transferred its last message.
-    link_free: dict[tuple[str, int], Seconds] = defaultdict(lambda: zero)
-    # Mesh -> when it has done its last action.
-    clock: dict[int, Seconds] = defaultdict(lambda: zero)
-
-    for mesh, action, needed in order:
-        start = clock[mesh]
-        if needed is not None:
-            is_local = needed[1] == action.stage
-            available = ended[needed] if is_local else arrived[needed]
-            start = latest(start, available)
-        end = start + seconds[action.kind][action.stage]
-        clock[mesh] = end
-
-        result = _makes(action)
-        ended[result] = end
-        kind, stage, _ = result
-        link = stage if kind == "F" else stage - 1
-        if kind != "W" and 0 <= link < len(boundary):
-            link_free[kind, link] = latest(link_free[kind, link], end) + boundary[link]
-            arrived[result] = link_free[kind, link]
-        else:
-            arrived[result] = end
-        yield mesh, action, start, end
 
 
 def _alive(order: Sequence[Action]) -> int:

@@ -7,7 +7,7 @@ They are priced by the costs of `stage_costs.py` and the schedules' closed forms
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from itertools import groupby
 
 import numpy as np
@@ -17,7 +17,14 @@ from alpa_strategy.inter_op.equal_meshes import EqualMeshes, in_units
 from alpa_strategy.inter_op.stage_costs import StageCostTask, free_runs
 from alpa_strategy.inter_op.stage_dp import StageChoice, solve_stages
 from alpa_strategy.inter_op.stage_space import Candidate, Stages, StageSpace
+from alpa_strategy.inter_op.stored_costs import (
+    candidate_fields,
+    candidates_key,
+    candidates_record,
+    has_own_schedules,
+)
 from alpa_strategy.inter_op.subgraph import span_name
+from alpa_strategy.partial_results import NOT_STORED, Key
 from alpa_strategy.schedules import SCHEDULES, closed_form, in_flight, refusal
 
 # Of the stage DP: relative distance from its optimum.
@@ -54,35 +61,84 @@ def solve_schedules(
         names = [pinned]
     else:
         names = [name for name, schedule in SCHEDULES.items() if schedule.is_searched]
-    candidates: list[Candidate] = []
-
-    def best_seconds() -> float:
-        return min([known, *(candidate.seconds for candidate in candidates)])
+    search = _CandidateSearch(space, known)
 
     def add_any_meshes(usual_submesh: int | None = None) -> None:
         for name in names:
             if SCHEDULES[name].has_one_stage_per_mesh:
-                candidates.extend(_any_meshes(space, name, best_seconds, usual_submesh))
+                find = partial(_any_meshes, space, name, usual_submesh)
+                search.add(("any meshes", name, usual_submesh), find)
 
     if not is_large:
         add_any_meshes()
     for name in names:
-        limit = best_seconds
+        slack = 1.0
         if not is_large:
             # Closed forms are above what is simulated: if there is time, every schedule is
             # searched as if no candidate of another one were known.
             slack = math.inf if SCHEDULES[name].has_one_stage_per_mesh else CLOSED_FORM_SLACK
-            limit = partial(_relaxed, known, slack, best_seconds)
-        candidates.extend(_regular(space, name, limit))
+        search.add(("equal meshes", name, slack), partial(_regular, space, name), slack)
     if is_large:
-        fastest = min(candidates, key=lambda candidate: candidate.seconds, default=None)
+        fastest = min(search.candidates, key=lambda candidate: candidate.seconds, default=None)
         add_any_meshes(fastest.submesh_of[0] if fastest else None)
-    return sorted(candidates, key=lambda candidate: candidate.seconds)
+    return sorted(search.candidates, key=lambda candidate: candidate.seconds)
 
 
-def _relaxed(known: float, slack: float, best_seconds: Callable[[], float]) -> float:
-    """Return the best seconds times `slack`, at most the `known` ones."""
-    return min(known, slack * best_seconds())
+# Finds candidates: (returns the seconds that they have to be below) -> candidates.
+FindCandidates = Callable[[Callable[[], float]], Iterable[Candidate]]
+
+
+class _CandidateSearch:
+    """The candidates of one number of micro-batches, found part by part.
+
+    Args:
+        space: the priced stages.
+        known: seconds of a plan that exists already.
+    """
+
+    def __init__(self, space: StageSpace, known: float) -> None:
+        self.candidates: list[Candidate] = []
+        self._space = space
+        self._known = known
+        # What a user's schedule decides is not stored.
+        self._results = NOT_STORED if has_own_schedules() else space.job.results
+
+    @cached_property
+    def _content(self) -> str:
+        """Hash of the space and the known seconds."""
+        return candidates_key(self._space, self._known).text
+
+    def add(self, name: tuple[object, ...], find: FindCandidates, slack: float = 1.0) -> None:
+        """Add the candidates of a part of the search, or those that an interrupted planning has
+        stored.
+
+        Args:
+            name: of the part.
+            find: finds its candidates.
+            slack: candidates may be slower than the best one by this factor.
+        """
+        best_before = min([self._known, *(candidate.seconds for candidate in self.candidates)])
+
+        def compute() -> list[Candidate]:
+            candidates: list[Candidate] = []
+
+            def limit() -> float:
+                best = min([best_before, *(candidate.seconds for candidate in candidates)])
+                return min(self._known, slack * best)
+
+            candidates.extend(find(limit))
+            return candidates
+
+        part: list[Candidate] = self._results.get(
+            "candidates",
+            key=lambda: Key(self._content, name, best_before),
+            compute=compute,
+            encode=candidates_record,
+            decode=lambda record: [
+                Candidate(**candidate_fields(row, self._space)) for row in record["candidates"]
+            ],
+        )
+        self.candidates += part
 
 
 def check_places(job: StageCostTask, meshes: Sequence[tuple[int, int]]) -> None:
@@ -183,7 +239,7 @@ def _equal_stages(
 
 
 def _any_meshes(
-    space: StageSpace, schedule: str, known: Callable[[], float], usual_submesh: int | None
+    space: StageSpace, schedule: str, usual_submesh: int | None, known: Callable[[], float]
 ) -> Iterable[Candidate]:
     """Yield stages on meshes of any sizes in order, one on each.
 

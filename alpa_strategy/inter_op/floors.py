@@ -86,23 +86,24 @@ def _problem_at(
 ) -> Problem:
     """Return the layer's problem at all prices: costs have a leading axis for them."""
 
+    per_byte, alive, share, recomputes = np.array(prices).T
+
     def priced(costs_of: CostBreakdown) -> np.ndarray:
-        costs = []
-        for price in prices:
-            seconds = (1 + price.recomputes) * costs_of.forward + costs_of.backward
-            # What is made once per step is gone when the optimizer updates.
-            share_of_always = price.share if costs_of.span == PER_STEP else 1.0
-            num_bytes = (
-                share_of_always * costs_of.always + price.share * price.alive * costs_of.saved
-            )
-            cost = num_microbatches * seconds + costs_of.once + price.per_byte * num_bytes
-            costs.append(cost)
-        return np.stack(costs)
+        axes = (-1, *[1] * costs_of.forward.ndim)
+        seconds = (1 + recomputes.reshape(axes)) * costs_of.forward + costs_of.backward
+        cost = num_microbatches * seconds + costs_of.once
+        if costs_of.nonzero.isdisjoint(("always", "saved")):
+            return cost
+        # What is made once per step is gone when the optimizer updates.
+        share_of_always = share.reshape(axes) if costs_of.span == PER_STEP else 1.0
+        saved_weight = (share * alive).reshape(axes)
+        num_bytes = share_of_always * costs_of.always + saved_weight * costs_of.saved
+        return cost + per_byte.reshape(axes) * num_bytes
 
     intra = joined.stage.intra
     costs = [priced(costs_of) for costs_of in joined.choices]
     # [price, 1] seconds per byte of gradients, while the optimizer updates.
-    of_update = np.array([[price.per_byte * (1 - price.share)] for price in prices])
+    of_update = (per_byte * (1 - share))[:, None]
     for index, parameter in enumerate(intra.parameters):
         scratch_bytes = intra.tables.optimizer.scratch * parameter.gradient_bytes
         costs[index] = costs[index] + of_update * scratch_bytes

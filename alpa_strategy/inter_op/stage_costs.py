@@ -30,12 +30,15 @@ from alpa_strategy.inter_op.layer_matrix import (
 )
 from alpa_strategy.inter_op.layer_runs import (
     RunCandidates,
+    Runs,
+    by_layers,
     cheapest_candidates,
     compose_runs,
     mixed_runs,
     newly_received_shares,
     no_candidates,
     run_candidates,
+    with_equal_numbers,
 )
 from alpa_strategy.inter_op.mesh_options import allowed_shapes, options_of_part
 from alpa_strategy.inter_op.stage_problem import stage_build, take_apart
@@ -244,31 +247,27 @@ def run_costs(
     shapes = allowed_shapes(job.cluster, job.options, submesh)
     num_layers = job.num_layers
     layers = np.arange(num_layers)
-    candidates: list[RunCandidates] = []
+    of_shapes: list[Runs] = []
     floors: list[Floors] = []
     least = np.full(num_layers, np.inf)
     least_each = np.full(num_layers, np.inf)
-    for index, shape in enumerate(shapes):
+    for shape in shapes:
         priced = _priced_layers(job, submesh, shape, prices)
         runs = priced.runs()
-        mixed = [mixed_runs(runs[:-1], runs[1:], share) for share in MIXED_SHARES]
-        candidates += run_candidates(np.concatenate([runs, *mixed]), index, job.remat)
+        of_shapes.append(runs)
 
         # [layer, part] of single layers; memory has no price.
-        single = runs[0, layers, layers + 1]
+        single = runs.parts[0, runs.number[layers, layers + 1]]
         seconds = single[:, Part.FORWARD] + single[:, Part.BACKWARD]
         excess = priced.excess()
         of_step = job.num_microbatches * seconds + single[:, Part.ONCE]
         least = np.minimum(least, floor_of(of_step, excess))
         least_each = np.minimum(least_each, floor_of(seconds, excess / job.num_microbatches))
 
-        always_fits = _always_fits(job, runs[0, 0, num_layers])
+        always_fits = _always_fits(job, runs.parts[0, runs.number[0, num_layers]])
         floors.append(floors_of(job, priced, is_needed=not always_fits))
 
-    if not candidates:
-        candidates.append(no_candidates(num_layers))
-    joined = RunCandidates(*[np.concatenate(x, axis=2) for x in zip(*candidates, strict=True)])
-    cheapest = cheapest_candidates(joined, job.num_microbatches, job.memory_limit)
+    cheapest = _candidates_of_runs(job, of_shapes)
     costs = LayerRangeCosts(shapes, least, least_each, *cheapest)
 
     floor_prices, floor_seconds, floor_always, floor_working = side_by_side(floors, num_layers)
@@ -279,6 +278,29 @@ def run_costs(
         floor_always=floor_always,
         floor_working=floor_working,
     )
+
+
+def _candidates_of_runs(job: StageCostTask, of_shapes: Sequence[Runs]) -> RunCandidates:
+    """Return the cheapest candidates of all runs, [first layer, last + 1, candidate].
+
+    Args:
+        of_shapes: the runs on each logical shape of a submesh.
+    """
+    if not of_shapes:
+        num_layers = job.num_layers
+        nothing = np.full((num_layers, num_layers + 1), -1)
+        return by_layers(no_candidates(1), nothing)
+
+    of_shapes = with_equal_numbers(of_shapes)
+    candidates: list[RunCandidates] = []
+    for index, runs in enumerate(of_shapes):
+        parts = runs.parts
+        mixed = [mixed_runs(parts[:-1], parts[1:], share) for share in MIXED_SHARES]
+        all_parts = np.concatenate([parts, *mixed])
+        candidates += run_candidates(all_parts, runs.num_layers, index, job.remat)
+    joined = RunCandidates(*[np.concatenate(x, axis=1) for x in zip(*candidates, strict=True)])
+    cheapest = cheapest_candidates(joined, job.num_microbatches, job.memory_limit)
+    return by_layers(cheapest, of_shapes[0].number)
 
 
 def _always_fits(job: StageCostTask, parts: np.ndarray) -> bool:
@@ -339,10 +361,9 @@ class PricedLayers:
     # Seconds per byte of a step in the fastest layouts.
     scale: float
 
-    def runs(self) -> np.ndarray:
-        """Return [price, first, last + 1, part] of all runs; forward is inf if impossible."""
-        matrices = [self.matrices[kind] for kind in self.kinds]
-        return compose_runs(matrices, newly_received_shares(self.layers))
+    def runs(self) -> Runs:
+        """Return all runs of layers, at all prices."""
+        return compose_runs(self.matrices, self.kinds, newly_received_shares(self.layers))
 
     def excess(self) -> np.ndarray:
         """Return [layer] by how many seconds of a step the fastest layouts may take longer than the
@@ -360,7 +381,7 @@ def run_parts(
     """Return [price, first, last + 1, part] of all runs on one logical mesh; forward is inf if
     impossible.
     """
-    return _priced_layers(job, submesh, shape, prices).runs()
+    return _priced_layers(job, submesh, shape, prices).runs().by_layers()
 
 
 def _priced_layers(

@@ -147,13 +147,15 @@ def solve_stages(
     )
     best: StageChoice | None = None
     limit = known
+    # A larger bottleneck alone is above the limit.
+    highest = int(np.searchsorted(search.levels, limit)) - 1
     # Of levels of the bottleneck, and a bound of the first term there.
-    intervals = [(0, len(search.levels) - 1, 0.0)]
+    intervals = [(0, highest, 0.0)]
     while intervals:
         low, high, least = intervals.pop()
         if low > high or search.levels[low] + least >= limit * (1 - tolerance):
             continue
-        choice = search.solve(search.levels[high])
+        choice = search.solve(search.levels[high], most=limit - search.levels[low])
         # Not even with the largest bottleneck of the interval.
         if choice is None:
             continue
@@ -168,9 +170,7 @@ def solve_stages(
 
 @dataclass(frozen=True)
 class StageOption:
-    """The stages on one submesh that some next submeshes may follow, or none; arrays [c, first,
-    last].
-    """
+    """The stages on one submesh that some next submeshes may follow, or none."""
 
     # [last] seconds of the messages to the next stage, both ways; 0 after the last stage
     column: np.ndarray
@@ -181,11 +181,38 @@ class StageOption:
     # [devices left] whether the next stage may start there
     left: np.ndarray
 
-    # Of the objective, inf where there is no such stage.
+    # [run] the layers [first, last) of the stages, in the order of their first ones
+    first: np.ndarray
+    last: np.ndarray
+
+    # [candidate, run] of the objective, inf where there is no such stage
     first_term: np.ndarray
 
-    # Of each stage
+    # [candidate, run] of each stage
     second_term: np.ndarray
+
+
+@dataclass(frozen=True)
+class _StagesBelow:
+    """The stages of an option that stay below a threshold."""
+
+    option: StageOption
+
+    # Indices of their runs in the option.
+    runs: np.ndarray
+
+    # [candidate, run of these] of the objective, inf above the threshold
+    first_term: np.ndarray
+
+    @property
+    def first(self) -> np.ndarray:
+        """[run] the first layer."""
+        return self.option.first[self.runs]
+
+    @property
+    def last(self) -> np.ndarray:
+        """[run] the layer after the last one."""
+        return self.option.last[self.runs]
 
 
 @dataclass(eq=False)
@@ -214,7 +241,7 @@ class _Search:
             (table, tables.link_at == link) for link, table in enumerate(tables.boundary)
         ]
         everywhere = np.ones(self.num_devices + 1, dtype=bool)
-        self._fitting: dict[tuple[int, int], np.ndarray] = {}
+        self._fitting: dict[tuple[int, int, bool], np.ndarray] = {}
         self.last = [
             self._way(a, None, np.zeros(0, dtype=int), everywhere)
             for a in range(self.num_submeshes)
@@ -256,154 +283,194 @@ class _Search:
             following: submeshes of the next stage.
             left: whether a number of devices may remain for it.
         """
-        seconds = np.ascontiguousarray(self.tables.seconds[:, :, a].transpose(2, 0, 1))
-        once = self.tables.once_seconds[:, :, a].transpose(2, 0, 1)
+        first, last = self._runs(a, is_last=column is None)
+        # [candidate, run]
+        seconds = self.tables.seconds[first, last, a].T
+        once = self.tables.once_seconds[first, last, a].T
         finite = np.isfinite(seconds)
-        finite[..., self.num_layers] &= column is None
-        finite[..., : self.num_layers] &= column is not None
-        wire = np.zeros(self.num_layers + 1) if column is None else column
+        column = np.zeros(self.num_layers + 1) if column is None else column
+        wire = column[last]
         seconds = np.where(finite, seconds, 0.0)
         busy = np.where(finite, np.maximum(seconds + self.sender_share * wire, wire / 2), 0.0)
         # One way to add it up: to the last bit, a stage is not above its own level.
         second = self.latency.steady * busy + self.steps * np.where(finite, once, 0.0)
         return StageOption(
-            wire,
-            following,
-            left,
-            np.where(finite, self.latency.warmup * (seconds + wire), np.inf),
-            second,
+            column=column,
+            following=following,
+            left=left,
+            first=first,
+            last=last,
+            first_term=np.where(finite, self.latency.warmup * (seconds + wire), np.inf),
+            second_term=second,
         )
 
+    def _runs(self, a: int, is_last: bool) -> tuple[np.ndarray, np.ndarray]:
+        """Return [run] the layers [first, last) of the stages that are possible on submesh `a`.
+
+        Args:
+            is_last: of the last stages of pipelines, otherwise of all others.
+        """
+        is_possible = np.isfinite(self.tables.seconds[:, :, a]).any(axis=2)
+        is_possible[:, self.num_layers] &= is_last
+        is_possible[:, : self.num_layers] &= not is_last
+        first, last = np.nonzero(is_possible)
+        return first, last
+
     def _fits_memory(self, s: int, a: int) -> np.ndarray:
-        """Return [c, first, last] whether stages on submesh `a` fit, `s` stages from them to the
+        """Return [candidate, run] whether stages on submesh `a` fit, `s` stages from them to the
         end.
         """
-        alive = self.in_flight[s - 1]
-        if (alive, a) not in self._fitting:
-            is_fitting = self.tables.fits_memory(np.s_[:, :, a], alive, self.memory_limit)
-            self._fitting[alive, a] = np.ascontiguousarray(is_fitting.transpose(2, 0, 1))
-        return self._fitting[alive, a]
+        return self._fits_with(self.in_flight[s - 1], a, is_last=s == 1)
 
-    def solve(self, threshold: float) -> StageChoice | None:
+    def _fits_with(self, alive: int, a: int, is_last: bool) -> np.ndarray:
+        """Return [candidate, run] whether stages on submesh `a` fit with `alive` micro-batches in
+        flight.
+        """
+        key = alive, a, is_last
+        if key not in self._fitting:
+            first, last = self._runs(a, is_last)
+            is_fitting = self.tables.fits_memory((first, last, a), alive, self.memory_limit)
+            self._fitting[key] = np.ascontiguousarray(is_fitting.T)
+        return self._fitting[key]
+
+    def solve(self, threshold: float, most: float = np.inf) -> StageChoice | None:
         """Return the stages with the least first term among those whose bottleneck is at most
         `threshold`; None if there are none.
 
-        F[s][k, d, a] is the least first term of layers k to the end in s stages on d devices, the
-        first of them on submesh a.
+        F[s][a, d, k] is the least first term of layers k to the end in s stages on d devices, the
+        first of them on submesh a. It is inf where no stages before them can complete a pipeline.
+
+        Args:
+            most: pipelines whose first term is at least that are of no interest.
         """
         if not self.allowed:
             return None
-        num_layers = self.num_layers
-        num_submeshes = self.num_submeshes
-        num_devices = self.num_devices
-        # F[s - 1]
-        after = np.full((num_layers + 1, num_devices + 1, num_submeshes), np.inf)
-        # Of each s, [k, d, a]: next stage's first layer * num_submeshes + its submesh.
-        origins: list[np.ndarray] = []
+        below: list[list[_StagesBelow]] = []
+        for options in self.ways:
+            below.append([_stages_below(option, threshold) for option in options])
+        fewest_devices, least_term = self._before(below)
+        # [devices left, next layer] whether the devices before it suffice.
+        devices_before = self.num_devices - np.arange(self.num_devices + 1)
+        can_complete = fewest_devices <= devices_before[:, None]
+
+        # F[s - 1] at index s - 1.
+        shorter: list[np.ndarray] = []
         # (first term, number of stages, first submesh)
         best = (np.inf, 0, 0)
-        # Of each submesh and option, [c, first, last]: the first term of stages that stay below the
-        # threshold.
-        below: list[list[np.ndarray]] = []
-        for options in self.ways:
-            terms = []
-            for option in options:
-                is_below = option.second_term <= threshold
-                terms.append(np.where(is_below, option.first_term, np.inf))
-            below.append(terms)
-
         for s in range(1, self.max_stages + 1):
-            # F[s]
-            now = np.full((num_layers + 1, num_devices + 1, num_submeshes), np.inf)
-            origin = np.zeros((num_layers, num_devices + 1, num_submeshes), dtype=np.int32)
-            for a in range(num_submeshes):
-                if self.tables.num_devices[a] > num_devices:
+            now = np.full((self.num_submeshes, self.num_devices + 1, self.num_layers), np.inf)
+            for a in range(self.num_submeshes):
+                if self.tables.num_devices[a] > self.num_devices:
                     continue
                 if s == 1:
                     self._add_last_stage(now, a, threshold)
                 else:
-                    self._add_stage_before(now, origin, after, s, a, below[a])
+                    self._add_stage_before(now, shorter[-1], s, a, below[a])
             if self.sender_share < 1:
                 # The round trip of a micro-batch through all stages from here on.
                 finite = np.where(np.isfinite(now), now, 0.0)
                 trips = finite / (self.latency.warmup * self.in_flight[s - 1])
                 now[self.latency.steady * trips > threshold] = np.inf
-            origins.append(origin)
-            after = now
+            now[:, ~can_complete] = np.inf
+            now[now + least_term >= most] = np.inf
+            if not np.isfinite(now).any():
+                break
+            shorter.append(now)
             if s in self.allowed:
-                of_all = now[0, num_devices]
+                of_all = now[:, self.num_devices, 0]
                 best = min(best, (float(of_all.min()), s, int(of_all.argmin())))
         if not np.isfinite(best[0]):
             return None
         _, num_stages, first_submesh = best
-        return self._read(origins, num_stages, first_submesh, threshold)
+        return self._read(shorter, num_stages, first_submesh, threshold)
+
+    def _before(self, below: Sequence[Sequence[_StagesBelow]]) -> tuple[np.ndarray, np.ndarray]:
+        """Return [layer] the fewest devices, and the least first term, of stages before a layer.
+
+        Whatever is in flight, and whatever follows: no pipeline needs less.
+
+        Args:
+            below: of each submesh, its stages.
+        """
+        num_layers = self.num_layers
+        # In all stages but the last one.
+        alive = min(self.in_flight[1 : self.max_stages], default=self.in_flight[0])
+        # [first, last]
+        devices_of_stage = np.full((num_layers, num_layers), np.inf)
+        term_of_stage = np.full((num_layers, num_layers), np.inf)
+        for a, of_options in enumerate(below):
+            size = float(self.tables.num_devices[a])
+            for stages in of_options:
+                is_fitting = self._fits_with(alive, a, is_last=False)[:, stages.runs]
+                term = np.where(is_fitting, stages.first_term, np.inf).min(axis=0)
+                devices = np.where(np.isfinite(term), size, np.inf)
+                at = stages.first, stages.last
+                term_of_stage[at] = np.minimum(term_of_stage[at], term)
+                devices_of_stage[at] = np.minimum(devices_of_stage[at], devices)
+
+        fewest_devices = np.zeros(num_layers)
+        least_term = np.zeros(num_layers)
+        for layer in range(1, num_layers):
+            fewest_devices[layer] = (fewest_devices[:layer] + devices_of_stage[:layer, layer]).min()
+            least_term[layer] = (least_term[:layer] + term_of_stage[:layer, layer]).min()
+        return fewest_devices, least_term
 
     def _add_last_stage(self, now: np.ndarray, a: int, threshold: float) -> None:
         """Add to `now` (F[1]) the last stage on submesh `a`."""
         size = int(self.tables.num_devices[a])
-        if not self.tables.fits[size, a]:
+        option = self.last[a]
+        if not self.tables.fits[size, a] or not option.first.size:
             return
-        num_layers = self.num_layers
-        # [c, first, last]
-        terms = self._cheapest(1, a, self.last[a], threshold)
-        now[:num_layers, size, a] = terms[:, :, num_layers].min(axis=0)
-        misplaced = self.tables.misplaced((slice(num_layers), num_layers), size)
-        now[:num_layers, size, a][misplaced] = np.inf
+        # [run]
+        terms = self._cheapest(1, a, option, threshold).min(axis=0)
+        terms[self.tables.misplaced((option.first, option.last), size)] = np.inf
+        now[a, size, option.first] = terms
 
     def _add_stage_before(
         self,
         now: np.ndarray,
-        origin: np.ndarray,
         after: np.ndarray,
         s: int,
         a: int,
-        terms_of_options: Sequence[np.ndarray],
+        of_options: Sequence[_StagesBelow],
     ) -> None:
-        """Add to `now` (F[s]) and `origin` the stages on submesh `a` that are followed by s - 1
-        others, whose F is `after`.
+        """Add to `now` (F[s]) the stages on submesh `a` that are followed by s - 1 others, whose F
+        is `after`.
 
         Args:
-            terms_of_options: of each option of the submesh, first terms [c, first, last].
+            of_options: of each option of the submesh, its stages below the threshold.
         """
         size = int(self.tables.num_devices[a])
         num_left = self.num_devices + 1 - size
-        is_reached = np.isfinite(after[:, :num_left]).any(axis=(0, 2))
-        starts = self.tables.fits[size:, a] & is_reached
-        for option, terms in zip(self.ways[a], terms_of_options, strict=True):
-            left = np.flatnonzero(starts & option.left[:num_left])
-            # [first layer of the next stage, devices left, next submesh]
-            rest = after[: self.num_layers, left[:, None], option.following]
-            next_firsts = np.flatnonzero(np.isfinite(rest).any(axis=(1, 2)))
-            if not next_firsts.size:
-                continue
-            # [first, last]
-            cost = np.where(self._fits_memory(s, a), terms, np.inf).min(axis=0)
-            firsts = np.flatnonzero(np.isfinite(cost[:, next_firsts]).any(axis=1))
-            if not firsts.size:
+        may_start = self.tables.fits[size:, a]
+        for stages in of_options:
+            option = stages.option
+            # [devices left, first layer of the next stage]: its F on the best submesh.
+            rest = after[option.following, :num_left].min(axis=0)
+            rest[~(may_start & option.left[:num_left])] = np.inf
+            is_reached = np.isfinite(rest)
+            left = np.flatnonzero(is_reached.any(axis=1))
+            first, last = stages.first, stages.last
+            reached = np.flatnonzero(is_reached.any(axis=0)[last])
+            if not reached.size:
                 continue
 
-            # [next first, devices left]: the best submesh of the next stage, and its F.
-            which = rest.argmin(axis=2)
-            rest = np.take_along_axis(rest, which[..., None], axis=2)[..., 0]
-            # [first, next first, devices left]
-            total = cost[np.ix_(firsts, next_firsts)][:, :, None] + rest[next_firsts][None]
-            layers = firsts[:, None, None], next_firsts[:, None]
-            total[self.tables.misplaced(layers, left + size)] = np.inf
-            # [first, devices left]: the best cut, and its total.
-            cut = total.argmin(axis=1)
-            value = np.take_along_axis(total, cut[:, None, :], axis=1)[:, 0]
+            first, last = first[reached], last[reached]
+            fits = self._fits_memory(s, a)[:, stages.runs[reached]]
+            # [run]
+            cost = np.where(fits, stages.first_term[:, reached], np.inf).min(axis=0)
+            # [devices left, run]
+            total = rest[left][:, last] + cost
+            total[self.tables.misplaced((first, last), left[:, None] + size)] = np.inf
+            # [devices left, first layer]: the best cut.
+            begins = np.flatnonzero(np.diff(first, prepend=-1))
+            value = np.minimum.reduceat(total, begins, axis=1)
 
-            target = np.ix_(firsts, left + size)
-            known = now[..., a][target]
-            is_better = value < known
-            now[..., a][target] = np.where(is_better, value, known)
-            next_first = next_firsts[cut]
-            next_submesh = option.following[which[next_first, np.arange(len(left))[None, :]]]
-            code = next_first * self.num_submeshes + next_submesh
-            origin[..., a][target] = np.where(is_better, code, origin[..., a][target])
+            target = np.ix_(left + size, first[begins])
+            now[a][target] = np.minimum(now[a][target], value)
 
     def _cheapest(self, s: int, a: int, option: StageOption, threshold: float) -> np.ndarray:
-        """Return [c, first, last] the first term of candidates on submesh `a` that fit and stay
+        """Return [candidate, run] the first term of candidates on submesh `a` that fit and stay
         below the threshold; inf for others.
         """
         return np.where(
@@ -411,19 +478,18 @@ class _Search:
         )
 
     def _read(
-        self, came: list[np.ndarray], count: int, submesh: int, threshold: float
+        self, shorter: Sequence[np.ndarray], count: int, submesh: int, threshold: float
     ) -> StageChoice:
         """Return the stages of the cheapest pipeline that the program found, read from its first
         stage on.
 
         Args:
-            came: for each number of remaining stages, the encoded (end, next submesh) of the first
-                of them.
+            shorter: F[s] at index s - 1.
             count: number of stages.
             submesh: that of the first stage.
             threshold: largest seconds that a stage may add to the steady phase.
         """
-        t, m = self.tables, self.num_submeshes
+        t = self.tables
         first, devices = 0, self.num_devices
         stages: list[StageRange] = []
         bottleneck = 0.0
@@ -434,16 +500,13 @@ class _Search:
             last = self.num_layers
             following = -1
             if s > 1:
-                last, following = divmod(int(came[s - 1][first, devices, submesh]), m)
-                left = devices - int(t.num_devices[submesh])
-                option = next(
-                    option
-                    for option in self.ways[submesh]
-                    if following in option.following and option.left[left]
+                option, last, following = self._next(
+                    shorter[s - 2], s, submesh, first, devices, threshold
                 )
-            candidate = int(self._cheapest(s, submesh, option, threshold)[:, first, last].argmin())
+            (run,) = np.flatnonzero((option.first == first) & (option.last == last))
+            candidate = int(self._cheapest(s, submesh, option, threshold)[:, run].argmin())
             after.append(float(t.seconds[first, last, submesh, candidate] + option.column[last]))
-            bottleneck = max(bottleneck, float(option.second_term[candidate, first, last]))
+            bottleneck = max(bottleneck, float(option.second_term[candidate, run]))
             stages.append(StageRange(first, last, submesh, candidate))
             devices -= int(t.num_devices[submesh])
             first, submesh = last, following
@@ -451,3 +514,42 @@ class _Search:
             trips = [sum(after[i:]) / self.in_flight[count - i - 1] for i in range(count)]
             bottleneck = max(bottleneck, self.latency.steady * max(trips))
         return StageChoice(tuple(stages), self.latency.warmup * sum(after) + bottleneck, bottleneck)
+
+    def _next(
+        self, after: np.ndarray, s: int, a: int, first: int, devices: int, threshold: float
+    ) -> tuple[StageOption, int, int]:
+        """Return how a stage on submesh `a` goes on: its option, its end, and the next submesh.
+
+        Args:
+            after: F[s - 1].
+            s: number of stages, this one included.
+            first: first layer of the stage.
+            devices: from the stage to the end.
+            threshold: as of `_read`.
+        """
+        left = devices - int(self.tables.num_devices[a])
+        best = (np.inf, self.last[a], -1, -1)
+        for option in self.ways[a]:
+            runs = np.flatnonzero(option.first == first)
+            if not option.left[left] or not runs.size:
+                continue
+            last = option.last[runs]
+            # [next submesh, first layer of the next stage]
+            rest = after[option.following, left]
+            cost = self._cheapest(s, a, option, threshold)[:, runs].min(axis=0)
+            total = rest.min(axis=0)[last] + cost
+            total[self.tables.misplaced((option.first[runs], last), devices)] = np.inf
+            cut = int(total.argmin())
+            if total[cut] < best[0]:
+                end = int(last[cut])
+                following = int(option.following[rest[:, end].argmin()])
+                best = (float(total[cut]), option, end, following)
+        _, option, end, following = best
+        return option, end, following
+
+
+def _stages_below(option: StageOption, threshold: float) -> _StagesBelow:
+    """Return the stages of an option whose second term is at most the threshold."""
+    terms = np.where(option.second_term <= threshold, option.first_term, np.inf)
+    runs = np.flatnonzero(np.isfinite(terms).any(axis=0))
+    return _StagesBelow(option, runs, terms[:, runs])

@@ -1,16 +1,21 @@
 """Gathers of sharded values: which reshardings gather, their bytes, when they are launched."""
 
+import math
 from collections.abc import Iterator, Sequence
 
 from alpa_strategy.ir.op import TensorMeta
-from alpa_strategy.ir.placement import DualLayout, value_layout
+from alpa_strategy.ir.placement import DualLayout
 
 
 def local_bytes(meta: TensorMeta, layout: DualLayout, mesh_shape: tuple[int, ...]) -> int:
     """Return the bytes of the largest shard of a value in `layout`: that of device 0."""
-    origin = (0,) * len(mesh_shape)
-    shape = value_layout(layout).local_shape(meta.shape, mesh_shape, origin)
-    return meta.with_shape(shape).num_bytes
+    # Planning asks this by the million: without the shards of other devices.
+    shape = list(meta.shape)
+    for placement, num_chunks in zip(layout, mesh_shape, strict=True):
+        dim = placement.shard_dim
+        if dim is not None:
+            shape[dim] = -(-shape[dim] // num_chunks)
+    return math.prod(shape) * meta.dtype.itemsize
 
 
 def is_gather(source: DualLayout, target: DualLayout) -> bool:

@@ -10,7 +10,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache, lru_cache
+from functools import cache, cached_property, lru_cache
 from types import MappingProxyType
 from typing import Any
 
@@ -85,6 +85,21 @@ class OpCall:
 
     # Whether the op returns a tuple or list of tensors rather than one tensor.
     returns_tuple: bool = False
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        """The hash of all fields: planning looks calls up by the million."""
+        metas = self.operands, self.results
+        return hash((self.target, self.args, self.kwargs, metas, self.returns_tuple))
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the fields alone: another process has other hashes."""
+        state = dict(vars(self))
+        state.pop("_hash", None)
+        return state
 
     @property
     def target_name(self) -> str:

@@ -26,9 +26,7 @@ from alpa_strategy.inter_op.stage_costs import (
 )
 from alpa_strategy.inter_op.stage_space import Candidate, StageSpace
 from alpa_strategy.inter_op.stored_costs import (
-    candidate_fields,
     candidates_key,
-    candidates_record,
     has_own_schedules,
 )
 from alpa_strategy.inter_op.subgraph import MAX_LAYERS
@@ -236,7 +234,7 @@ class PipelineSearch:
             self.task.progress(f"{count} micro-batches, other stages"),
             timed(self.spent, "stage DP"),
         ):
-            for candidate in self._candidates(space, min(seconds, self._known)):
+            for candidate in self._solve(space, min(seconds, self._known)):
                 if (candidate.schedule, candidate.stages) not in known:
                     left.append(candidate)
         return left
@@ -448,7 +446,7 @@ class PipelineSearch:
                     self._fully_priced.add(count)
 
             with timed(self.spent, "stage DP"):
-                return self._candidates(space, ceiling)
+                return self._solve(space, ceiling)
 
     def _report_no_stages(self, count: int, ceiling: float) -> None:
         """Add to `failures` that `count` micro-batches have no candidate below `ceiling` seconds.
@@ -478,20 +476,6 @@ class PipelineSearch:
             return any(size <= 2 * math.prod(mesh) <= 4 * size for size in sizes)
 
         return frozenset(mesh for mesh in self.meshes if not is_near(mesh))
-
-    def _candidates(self, space: StageSpace, ceiling: float) -> list[Candidate]:
-        """Return the candidates that `solve` finds, or that an interrupted planning has stored."""
-        if self._solve is not solve_schedules:
-            return self._solve(space, ceiling)
-        return self._results.get(
-            "candidates",
-            key=lambda: candidates_key(space, ceiling),
-            compute=lambda: solve_schedules(space, ceiling),
-            encode=candidates_record,
-            decode=lambda record: [
-                Candidate(**candidate_fields(row, space)) for row in record["candidates"]
-            ],
-        )
 
     def _price_one_stage(self, counts: Sequence[int], known: float) -> None:
         """Price one stage over all devices, from few micro-batches to many.

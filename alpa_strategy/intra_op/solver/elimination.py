@@ -10,10 +10,10 @@ entry per problem (or one entry that holds for all of them).
 
 import heapq
 import math
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import combinations
+from itertools import combinations, product
 from typing import NamedTuple
 
 import numpy as np
@@ -24,6 +24,8 @@ MAX_TABLE_ENTRIES = 40_000_000
 # Counted without the sharing among identical layers.
 MAX_TOTAL_ENTRIES = 10_000_000_000
 MAX_DIRECT_ENTRIES = 50_000
+# Of a sum of tables that is computed at once: a megabyte.
+BLOCK_ENTRIES = 1 << 17
 
 
 @dataclass(frozen=True)
@@ -145,6 +147,10 @@ def eliminate(
     holding, _, constant = _passed_on(network, order, outer)
     joined = join([factor for v in outer for factor in holding[v]], outer, network.sizes)
     minimum = joined + constant.reshape(-1, *[1] * len(outer))
+    if minimum.shape == (1,):
+        assignment = _best_assignment(holding, order, len(network.sizes))
+        return minimum, list(np.array(assignment)[:, None])
+
     indices = np.indices(minimum.shape)
     values: list[np.ndarray] = [np.zeros((), dtype=int)] * len(network.sizes)
     for axis, v in enumerate(outer, start=1):
@@ -152,6 +158,25 @@ def eliminate(
     for v in reversed(order):
         values[v] = _best_values(holding[v], v, values, indices[0])
     return minimum, values
+
+
+def _best_assignment(
+    holding: Sequence[Sequence[Factor]], order: Sequence[int], num_variables: int
+) -> list[int]:
+    """Return the minimising value of every variable of one problem, as `_best_values` does: numbers
+    are faster than arrays of one.
+    """
+    values = [0] * num_variables
+    for v in reversed(order):
+        total: np.ndarray | None = None
+        for factor in holding[v]:
+            at: list[int | slice] = [values[u] for u in factor.scope]
+            at[factor.scope.index(v)] = slice(None)
+            entries = factor.table[(0, *at)]
+            total = entries if total is None else total + entries
+        if total is not None:
+            values[v] = int(total.argmin())
+    return values
 
 
 def _best_values(
@@ -251,7 +276,7 @@ def _passed_on(
         # their tables are computed once.
         key = tuple(sorted(tables))
         if key not in known:
-            known[key] = join(holding[v], (v, *rest), network.sizes).min(axis=1)
+            known[key] = least_of_sum(holding[v], (v, *rest), network.sizes)
         messages[v] = Factor(rest, known[key])
         if rest:
             holding[rest[0]].append(messages[v])
@@ -285,6 +310,19 @@ def join(factors: Sequence[Factor], scope: tuple[int, ...], sizes: Sequence[int]
     Small tables are added up first, then always the one that widens the sum least: each pass over
     the full table costs as much as all passes over slices of it.
     """
+    total, *others = _in_join_order(factors, scope, sizes)
+    for table in others:
+        total = total + table
+    full_shape = (len(total), *[sizes[v] for v in scope])
+    return total if total.shape == full_shape else np.broadcast_to(total, full_shape).copy()
+
+
+def _in_join_order(
+    factors: Sequence[Factor], scope: tuple[int, ...], sizes: Sequence[int]
+) -> list[np.ndarray]:
+    """Return the tables of factors in the order in which they are added up, with an axis for the
+    problems and for each variable of `scope`.
+    """
     axis = {v: i for i, v in enumerate(scope)}
     waiting: list[np.ndarray] = []
     for factor in sorted(factors, key=lambda f: math.prod(f.table.shape[1:])):
@@ -293,12 +331,83 @@ def join(factors: Sequence[Factor], scope: tuple[int, ...], sizes: Sequence[int]
         for v in factor.scope:
             shape[axis[v] + 1] = sizes[v]
         waiting.append(factor.table.transpose(0, *[i + 1 for i in order]).reshape(shape))
-    total = waiting.pop(0) if waiting else np.zeros([1] * (len(scope) + 1))
+    if not waiting:
+        return [np.zeros([1] * (len(scope) + 1))]
+
+    ordered = [waiting.pop(0)]
+    width = ordered[0].shape
     while waiting:
-        widths = [math.prod(map(max, total.shape, table.shape)) for table in waiting]
-        total = total + waiting.pop(widths.index(min(widths)))
-    full_shape = (len(total), *[sizes[v] for v in scope])
-    return total if total.shape == full_shape else np.broadcast_to(total, full_shape).copy()
+        widths = [math.prod(map(max, width, table.shape)) for table in waiting]
+        table = waiting.pop(widths.index(min(widths)))
+        width = tuple(map(max, width, table.shape))
+        ordered.append(table)
+    return ordered
+
+
+def least_of_sum(
+    factors: Sequence[Factor], scope: tuple[int, ...], sizes: Sequence[int]
+) -> np.ndarray:
+    """Return the minimum, over the first variable of `scope`, of the sum of `factors`: a table over
+    problems and the other variables.
+
+    A large sum is never there as a whole: its blocks stay in the processor's cache.
+    """
+    total, *others = _in_join_order(factors, scope, sizes)
+    while others and math.prod(map(max, total.shape, others[0].shape)) <= BLOCK_ENTRIES:
+        total = total + others.pop(0)
+    if not others:
+        return total.min(axis=1)
+
+    order = _axes_with_long_rows(total, others)
+    tables = [np.ascontiguousarray(table.transpose(order)) for table in (total, *others)]
+    shape = tuple(map(max, *[table.shape for table in tables]))
+    least = np.empty((shape[0], *shape[2:]))
+    for block in _blocks(shape):
+        parts = [_part_of(table, block) for table in tables]
+        summed = parts[0]
+        for part in parts[1:]:
+            summed = summed + part
+        least[(block[0], *block[2:])] = summed.min(axis=1)
+
+    # Axis 1 is gone: its place and those before it are the same in both orders.
+    place = {axis: i for i, axis in enumerate([0, *order[2:]])}
+    return np.ascontiguousarray(least.transpose([place[axis] for axis in sorted(place)]))
+
+
+def _axes_with_long_rows(total: np.ndarray, others: Sequence[np.ndarray]) -> list[int]:
+    """Return the axes of tables that are added up, in an order in which numpy adds long rows.
+
+    The axes of the last table alone come last: over these, the sum of the others is one number.
+    """
+    *before, last = (total, *others)
+    shape_before = tuple(map(max, *[table.shape for table in (total, *before)]))
+
+    def rank(axis: int) -> tuple[bool, bool]:
+        return last.shape[axis] > 1, shape_before[axis] == 1
+
+    return [0, 1, *sorted(range(2, last.ndim), key=rank)]
+
+
+def _part_of(table: np.ndarray, block: tuple[slice, ...]) -> np.ndarray:
+    """Return the block of a table; an axis of one entry holds for all of it."""
+    at = []
+    for part, size in zip(block, table.shape, strict=True):
+        at.append(part if size > 1 else slice(None))
+    return table[tuple(at)]
+
+
+def _blocks(shape: tuple[int, ...]) -> Iterator[tuple[slice, ...]]:
+    """Yield the blocks of a table of `shape`, split along all axes but axis 1: about
+    `BLOCK_ENTRIES` entries each.
+    """
+    steps = list(shape)
+    for axis in (0, *range(2, len(shape))):
+        others = math.prod(steps) // steps[axis]
+        if others * steps[axis] > BLOCK_ENTRIES:
+            steps[axis] = max(1, BLOCK_ENTRIES // others)
+    starts = [range(0, size, step) for size, step in zip(shape, steps, strict=True)]
+    for corner in product(*starts):
+        yield tuple(slice(start, start + step) for start, step in zip(corner, steps, strict=True))
 
 
 def _paid_once(
