@@ -19,6 +19,7 @@ from torch import Tensor, fx, nn
 from torch.fx.experimental.proxy_tensor import get_proxy_slot
 from torch.utils import _pytree as pytree
 
+from alpa_strategy.capture import batch_norms
 from alpa_strategy.capture.communication import collectives_refused, refuse_collective
 from alpa_strategy.capture.lightning_adapter import LightningModule, MetricCollection, WrapperMetric
 from alpa_strategy.capture.module_state import attributes_kept, changed_attributes
@@ -27,6 +28,7 @@ from alpa_strategy.capture.outside_state import globals_kept
 from alpa_strategy.capture.python_reads import refuse_iterator
 from alpa_strategy.capture.python_state import is_metric, patched
 from alpa_strategy.capture.side_effects import checked, side_effects_refused
+from alpa_strategy.capture.snapshots import Snapshot
 from alpa_strategy.capture.symbolic_scalars import (
     StepCounter,
     TraceNumbers,
@@ -35,8 +37,9 @@ from alpa_strategy.capture.symbolic_scalars import (
     made_of,
 )
 from alpa_strategy.errors import CaptureError
-from alpa_strategy.ir.graph import MetricRef, Place
+from alpa_strategy.ir.graph import MetricRef
 from alpa_strategy.ir.guards import MISSING, CounterRef, Guard, ValueGuard
+from alpa_strategy.ir.places import Place
 from alpa_strategy.ir.user_code import user_frame
 
 
@@ -53,8 +56,12 @@ class Recording:
     notes: dict[str, None] = field(default_factory=dict)  # what the user should know, each once
     # value, what it must be, the user's line, class and text of the exception that is raised else
     checks: list[tuple[Tensor, bool, str, str, str]] = field(default_factory=list)
+    # See `ChangesOfStep`.
     stored: dict[str, Any] = field(default_factory=dict)
     grown: list[Place] = field(default_factory=list)
+    assigned: dict[Place, Any] = field(default_factory=dict)
+    initial: dict[str, Any] = field(default_factory=dict)
+    snapshots: list[Snapshot] = field(default_factory=list)  # of the modules' attributes
     appended: "dict[Place, AppendedList]" = field(default_factory=dict)
     tracer: Any = None  # what traced the step, once it has run
     constant_inputs: frozenset[fx.Node] = frozenset()  # placeholders of buffers
@@ -262,9 +269,7 @@ def recording(
         # Outermost, so that what the other contexts put into attributes is gone when they are
         # compared.
         held: set[int] = set()  # ids of what lives longer than the step
-        stack.enter_context(
-            attributes_kept(module, record.stored, record.grown, held, record.is_of_data)
-        )
+        record.snapshots = stack.enter_context(attributes_kept(module, record, held))
         record.appended = {place: AppendedList(place.attribute) for place in appended}
         # The attribute may be the class's: this then hides it.
         lists = [(place.holder(module), place.name, x) for place, x in record.appended.items()]
@@ -283,10 +288,7 @@ def recording(
         stack.enter_context(_forbidden_calls(record, held))
         stack.enter_context(patched(side_effects_refused(record, files)))
         stack.enter_context(collectives_refused())
-        # Statistics of a captured step are all rows' without collectives of the user's.
-        stack.enter_context(
-            patched([(nn.SyncBatchNorm, "forward", nn.modules.batchnorm._BatchNorm.forward)])
-        )
+        stack.enter_context(patched(batch_norms.forward_patches()))
         try:
             yield record
         except Exception as error:

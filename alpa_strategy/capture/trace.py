@@ -28,6 +28,13 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 from torch.utils import _pytree as pytree
 
 from alpa_strategy.capture import python_reads
+from alpa_strategy.capture.attribute_writes import note_writes
+from alpa_strategy.capture.batch_leaves import (
+    have_common_size,
+    overlapping,
+    same_tensors,
+    size_of_batch,
+)
 from alpa_strategy.capture.communication import check_no_collectives
 from alpa_strategy.capture.data_branches import ConstantValues
 from alpa_strategy.capture.fake_question import fake_only_if
@@ -46,9 +53,10 @@ from alpa_strategy.capture.snapshots import Kind, take
 from alpa_strategy.capture.symbolic_scalars import FunctionsRequested, StepCounter
 from alpa_strategy.capture.tracer_mode import TracerMode
 from alpa_strategy.errors import AlpaError, CaptureError
-from alpa_strategy.ir.graph import BatchInput, BufferInput, LeafRef, ParameterInput, Place, ValueRef
+from alpa_strategy.ir.graph import BatchInput, BufferInput, LeafRef, ParameterInput, ValueRef
 from alpa_strategy.ir.guards import ValueGuard
 from alpa_strategy.ir.op import TensorMeta
+from alpa_strategy.ir.places import Place
 from alpa_strategy.ir.user_code import reached_functions, user_line
 
 # `value` is the index among the traced function's arguments.
@@ -85,6 +93,12 @@ class Trace:
     # The module's parameters and buffers, in the order of the first inputs.
     module_tensors: tuple[Tensor, ...] = ()
 
+    # Indices of the batch leaves of whose memory another leaf has a part.
+    overlapping_leaves: frozenset[int] = frozenset()
+
+    # As of `StepCall`.
+    state: frozenset[str] | None = None
+
 
 @dataclass(frozen=True)
 class StepCall:
@@ -106,6 +120,9 @@ class StepCall:
 
     # Numbers that change between steps.
     numbers: tuple[Place, ...] = ()
+
+    # Names of the parameters that are state of the step; None: those that it writes to.
+    state: frozenset[str] | None = None
 
     # Called with the batch instead of `module.training_step`, if given.
     step: Callable[[Any], Any] | None = None
@@ -160,7 +177,10 @@ class _Tracing:
         self.device = _capture_device(call.module, call.context)
         self.leaves, self.batch_spec = pytree.tree_flatten(call.batch)
         self.batched = have_common_size(self.leaves)
-        self.batch_size = _batch_size(self.leaves, self.batched)
+        self.batch_size = size_of_batch(self.leaves, self.batched)
+
+        # Leaf -> the first leaf that is the same tensor. Calls of submodules keep their inputs.
+        self.same = {} if call.step else same_tensors(self.leaves)
         self.names = names_by_tensor(call.module)
 
         # Node -> (path of the submodule, the user's line).
@@ -177,12 +197,16 @@ class _Tracing:
         # Constants of the step are real tensors.
         mode = FakeTensorMode(allow_non_fake_inputs=True)
         with mode:
-            inputs, fakes = _fake_inputs(self.names, self.leaves, self.batched, self.device)
+            inputs, fakes = _fake_inputs(
+                self.names, self.leaves, self.batched, self.device, self.same
+            )
         self.inputs = inputs
 
         with (
             recording(module, self.device, call.appended, call.namespaces) as record,
-            python_reads.counters_for(module, call.numbers, record.counter),
+            python_reads.counters_for(
+                module, call.numbers, record.counter, record.assigned
+            ) as stand_ins,
             # It logs tracebacks of ops that are only tried.
             patched([(vars(logging.getLogger("torch._subclasses.fake_tensor")), "disabled", True)]),
             generators_kept(),
@@ -192,6 +216,7 @@ class _Tracing:
             torch.enable_grad(),
         ):
             self.record = record
+            self.stand_ins = stand_ins
             self.buffers = {}
             for entry in inputs:
                 if isinstance(entry, BufferInput):
@@ -216,6 +241,8 @@ class _Tracing:
             self.batch_size,
             self._read_leaves(),
             tuple(tensor for tensor, _ in self.names),
+            overlapping(self.leaves),
+            call.state,
         )
 
     def _run(self, *tensors: Tensor) -> list[Tensor]:
@@ -247,6 +274,9 @@ class _Tracing:
             record.traced_by(get_proxy_mode(), self.buffers)
             _check_added(module, self.call.batch, batch)
             self.reads = reads
+            in_module = tensors[: len(self.names)]
+            known = self.known.value_of
+            note_writes(record, record.snapshots, reads, in_module, known, self.stand_ins)
             after = _module_inputs(module, self.inputs)
             reassigned = _reassigned_buffers(before, after, self.inputs)
 
@@ -257,6 +287,7 @@ class _Tracing:
             "buffers": reassigned,
             "checks": record.checks,
             "appended": [appended._items for appended in record.appended.values()],
+            "assigned": list(record.assigned.values()),
         }
         outputs: list[Tensor] = []
         self.results = pytree.tree_map(partial(_placeholder, outputs), results)
@@ -267,7 +298,9 @@ class _Tracing:
         remaining = iter(tensors)
         leaves: list[Any] = []
         for index, leaf in enumerate(self.leaves):
-            if isinstance(leaf, Tensor):
+            if self.same.get(index, index) != index:
+                leaves.append(leaves[self.same[index]])
+            elif isinstance(leaf, Tensor):
                 leaves.append(next(remaining))
             elif index in self.changing:
                 leaves.append(self.record.counter(leaf, self.changing[index]))
@@ -292,7 +325,8 @@ class _Tracing:
         """Return guards on all values that the step's Python read, besides counters and leaves."""
         module = self.module
         record = self.record
-        attributes = python_reads.attribute_guards(module, self.reads, record.appended)
+        changing = {*record.appended, *record.assigned} - {*self.call.numbers}
+        attributes = python_reads.attribute_guards(module, self.reads, changing)
         # A snapshot equals its buffer until that is replaced or changed in place.
         buffers = {}
         for name in sorted(self.known.asked_buffers):
@@ -343,10 +377,14 @@ def _fake_inputs(
     leaves: list[Any],
     rows_flags: tuple[bool, ...],
     device: torch.device,
+    same: Mapping[int, int],
 ) -> tuple[list[TracedInput], list[Tensor]]:
     """Return the inputs of the traced function, and a fake tensor for each.
 
-    These are parameters and buffers in the order of `names`, then the batch's tensors.
+    These are parameters and buffers in the order of `names`, then the batch's tensors, each once.
+
+    Args:
+        same: leaf -> the first leaf that is the same tensor.
     """
     inputs: list[TracedInput] = []
     fakes: list[Tensor] = []
@@ -370,6 +408,8 @@ def _fake_inputs(
                 f"the batch holds a tensor of layout {leaf.layout}", "let it hold dense ones"
             )
         is_batched = next(flags)
+        if same.get(index, index) != index:
+            continue
         shape = tuple(leaf.shape)
         fakes.append(
             torch.empty(shape, dtype=leaf.dtype, device=device, requires_grad=leaf.requires_grad)
@@ -456,38 +496,6 @@ def _capture_device(
         for_gpu = torch.is_autocast_enabled("cuda")
     is_cuda = for_gpu and torch.cuda.is_available()
     return torch.device("cuda", torch.cuda.current_device()) if is_cuda else torch.device("cpu")
-
-
-def have_common_size(leaves: Sequence[Any]) -> tuple[bool, ...]:
-    """Return, for every tensor leaf of a batch, whether its size(0) is the most frequent one.
-
-    Among equally frequent ones, that of the first leaf counts. These are the leaves that
-    micro-batches try to split. No number depends on it: the walk over the ops proves each split
-    (microbatch/states.py).
-    """
-    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-    sizes = [leaf.size(0) for leaf in tensors if leaf.ndim >= 1]
-    batch_size = max(sizes, key=sizes.count, default=0)
-    has_batch_dim = []
-    for leaf in tensors:
-        has_batch_dim.append(leaf.ndim >= 1 and leaf.size(0) == batch_size)
-    return tuple(has_batch_dim)
-
-
-def _batch_size(leaves: list[Any], rows_flags: tuple[bool, ...]) -> int:
-    """Return the number of samples of the first leaf with a batch dim.
-
-    Raises:
-        CaptureError: there is no such leaf.
-    """
-    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-    sizes = [leaf.size(0) for leaf, is_rows in zip(tensors, rows_flags, strict=True) if is_rows]
-    if not sizes:
-        raise CaptureError(
-            "the batch holds no tensor with a batch dim",
-            "let the loader yield tensors with one row per sample",
-        )
-    return sizes[0]
 
 
 def _owner_of(method: Any) -> Any:

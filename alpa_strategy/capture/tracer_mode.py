@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
+from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
@@ -18,6 +19,7 @@ from alpa_strategy.capture.data_branches import (
     passing_answer,
     raised_where_not,
 )
+from alpa_strategy.capture.graph_builder import storages_of
 from alpa_strategy.capture.intercept import Recording
 from alpa_strategy.capture.ops import ctc_replacement, grouped_mm_replacement
 from alpa_strategy.capture.symbolic_scalars import StepCounter, alike
@@ -49,6 +51,7 @@ class TracerMode(TorchFunctionMode):
         record: Recording,
     ) -> None:
         super().__init__()
+        self.module = module
         self.record = record
         self.device, self.known = device, known
         self.origins = origins
@@ -91,10 +94,10 @@ class TracerMode(TorchFunctionMode):
         the step.
 
         Raises:
-            CaptureError: it is a BatchNorm with a cumulative average.
+            CaptureError: it is an InstanceNorm with a cumulative average.
         """
-        norm = isinstance(module, nn.modules.batchnorm._NormBase)
-        if norm and module.momentum is None and module.training and module.track_running_stats:
+        is_norm = isinstance(module, _NormBase) and not isinstance(module, _BatchNorm)
+        if is_norm and module.momentum is None and module.training and module.track_running_stats:
             raise CaptureError(
                 f"{type(module).__name__} {self.paths.get(id(module), '')} has momentum=None: a"
                 " cumulative average "
@@ -217,11 +220,25 @@ class TracerMode(TorchFunctionMode):
         if func == _DATA:
             return args[0].detach()
         if func == _SET_DATA:
+            return self._set_data(*args)
+        return func(*args, **kwargs)
+
+    def _set_data(self, tensor: Tensor, value: Tensor) -> None:
+        """Write `value` into a parameter: `parameter.data = value`.
+
+        Raises:
+            CaptureError: `tensor` is no parameter, or would share memory with another one, or has
+                another shape or dtype.
+        """
+        is_like = value.shape == tensor.shape and value.dtype == tensor.dtype
+        shared = storages_of(value) & storages_of([*self.module.parameters()])
+        if not isinstance(tensor, nn.Parameter) or not is_like or shared:
             raise CaptureError(
                 f"the step assigns the `.data` of a tensor ({user_frame()})",
                 "write into the tensor: x.copy_(y)",
             )
-        return func(*args, **kwargs)
+        with torch.no_grad():
+            self.__torch_function__(Tensor.copy_, (), (tensor, value))
 
     def _check_device(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Fake tensors of a device that this build does not have would end the process when
