@@ -14,7 +14,8 @@ from alpa_strategy.capture.first_call import after_first_call
 from alpa_strategy.capture.lightning_adapter import LightningModule
 from alpa_strategy.capture.merge_ranks import merge_ranks, synced_norms
 from alpa_strategy.capture.non_tensor_inputs import register_batch_types
-from alpa_strategy.capture.trace import StepCall, trace_step
+from alpa_strategy.capture.state_tensors import WrittenConstantError, place_of
+from alpa_strategy.capture.trace import StepCall, Trace, trace_step
 from alpa_strategy.errors import CaptureError, OptionError
 from alpa_strategy.ir import graph as ir
 from alpa_strategy.ir.places import Place
@@ -66,17 +67,34 @@ def capture_step(
         )
     register_batch_types(batch)
     call = StepCall(module, batch, batch_idx, context or nullcontext, numbers=numbers, state=state)
-    trace = trace_step(call)
-    # Lists that the step only appends to are known at its end, when the trace has reads of them
-    # already. So it is traced once more, with stand-ins for them.
-    if trace.recording.grown:
-        call = replace(call, appended=tuple(trace.recording.grown))
-        trace = trace_step(call)
-    graph = convert(trace)
+    call, trace, graph = _traced(call)
     if trace.recording.stored:
         graph, numbers = after_first_call(call, graph, trace.recording.stored)
     segmented = rewrites.segment_fused_linears(graph)
-    captured = replace(segmented, batch_scope=batch_scope, numbers=numbers)
+    captured = replace(segmented, batch_scope=batch_scope, numbers=numbers, states=call.states)
     if batch_scope == "global" or world_size == 1:
         return captured
     return merge_ranks(captured, world_size, synced_norms(module))
+
+
+def _traced(call: StepCall) -> tuple[StepCall, Trace, ir.StepGraph]:
+    """Return the trace of a step and its graph, and the call with its lists and states.
+
+    Lists that the step only appends to, and tensors that one step leaves for the next, are known
+    at its end, when the trace has reads of them already. So it is traced once more, with stand-ins
+    for them.
+    """
+    while True:
+        trace = trace_step(call)
+        recording = trace.recording
+        if recording.grown or recording.states:
+            appended = (*call.appended, *recording.grown)
+            call = replace(call, appended=appended, states=(*call.states, *recording.states))
+            continue
+        try:
+            return call, trace, convert(trace)
+        except WrittenConstantError as error:
+            place = place_of(call.module, error.tensor)
+            if place is None or place in call.states:
+                raise
+            call = replace(call, states=(*call.states, place))

@@ -26,6 +26,7 @@ from alpa_strategy.capture.graph_results import (
 )
 from alpa_strategy.capture.python_state import Same
 from alpa_strategy.capture.state_parameters import StateParameters
+from alpa_strategy.capture.state_tensors import WrittenConstantError
 from alpa_strategy.capture.trace import Trace
 from alpa_strategy.errors import CaptureError
 from alpa_strategy.ir import graph as ir
@@ -125,6 +126,13 @@ class _Converter:
         view.storage.is_outside = True
         self.constant_views[name] = view
         return view
+
+    def _constant_of(self, view: View) -> Tensor:
+        """Return the tensor from outside of the step whose memory a view has."""
+        names = self.constant_views.items()
+        name = next(name for name, other in names if other.storage is view.storage)
+        tensor: Tensor = getattr(self.trace.module, name)
+        return tensor
 
     def _check_constant(self, tensor: Tensor, node: fx.Node) -> None:
         """Raise CaptureError if `tensor` is none of the user's constants."""
@@ -409,9 +417,12 @@ class _Converter:
 
         Raises:
             CaptureError: x is a parameter that trains, or requires grad inside no_grad.
+            WrittenConstantError: x is a tensor from outside of the step.
         """
         view = self.views[write.into]
         before = self.memory.read(view)
+        if view.storage.is_outside:
+            raise WrittenConstantError(self.builder.source, self._constant_of(view))
         parameter = view.storage.parameter
         if parameter:
             self.state.write(parameter, self.builder.source)

@@ -49,7 +49,7 @@ def after_first_call(
             recording = trace.recording
             counted = _counted(call.module, stored, recording.stored)
             assigned = {place.attribute for place in recording.assigned}
-            if recording.stored or recording.grown:
+            if recording.stored or recording.grown or recording.states:
                 raise changed_attributes(stored)
             second = convert(trace)
             if not _compute_the_same(graph, second, call.module, stored):
@@ -72,6 +72,8 @@ def _with_inputs(call: StepCall, counted: tuple[Place, ...]) -> tuple[StepGraph,
     call = replace(call, numbers=(*call.numbers, *counted))
     trace = trace_step(call)
     graph = convert(trace)
+    if trace.recording.states:
+        raise changed_attributes(place.attribute for place in trace.recording.states)
     if trace.recording.stored:
         return after_first_call(call, graph, trace.recording.stored)
     return graph, call.numbers

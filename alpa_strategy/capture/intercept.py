@@ -61,6 +61,8 @@ class Recording:
     grown: list[Place] = field(default_factory=list)
     assigned: dict[Place, Any] = field(default_factory=dict)
     initial: dict[str, Any] = field(default_factory=dict)
+    states: list[Place] = field(default_factory=list)
+    guarded: set[Place] = field(default_factory=set)
     snapshots: list[Snapshot] = field(default_factory=list)  # of the modules' attributes
     appended: "dict[Place, AppendedList]" = field(default_factory=dict)
     tracer: Any = None  # what traced the step, once it has run

@@ -57,6 +57,12 @@ class ChangesOfStep(Protocol):
     # value).
     initial: dict[str, tuple[dict[str, Any], str, Any]]
 
+    # Attributes with tensors that one step leaves for the next: they must become inputs.
+    states: list[Place]
+
+    # Of `assigned`, those whose plain value the step has read before.
+    guarded: set[Place]
+
     def is_of_data(self, tensor: Tensor) -> bool:
         """Return as `OfData`."""
 
@@ -100,7 +106,7 @@ def attributes_kept(
         for snapshot in snapshots:
             changes.add(snapshot, of_step.grown, of_step.is_of_data)
             snapshot.restore()
-    assigned = {place.attribute for place in of_step.assigned}
+    assigned = {place.attribute for place in (*of_step.assigned, *of_step.states)}
     initial = changes.initial | of_step.initial
     changed = [label for label in changes.changed if label not in assigned]
     if not initial.keys() >= set(changed):

@@ -10,7 +10,7 @@ import logging
 import operator
 import random
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -19,11 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, fx, nn
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    FakeTensorMode,
-)
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 from torch.utils import _pytree as pytree
 
@@ -35,12 +31,14 @@ from alpa_strategy.capture.batch_leaves import (
     same_tensors,
     size_of_batch,
 )
+from alpa_strategy.capture.clear_errors import clear_errors
 from alpa_strategy.capture.communication import check_no_collectives
 from alpa_strategy.capture.data_branches import ConstantValues
 from alpa_strategy.capture.fake_question import fake_only_if
 from alpa_strategy.capture.intercept import Recording, recording
 from alpa_strategy.capture.kept_state import restored
 from alpa_strategy.capture.lightning_adapter import LightningModule, takes_batch_idx
+from alpa_strategy.capture.module_state import changed_attributes
 from alpa_strategy.capture.non_tensor_inputs import (
     UnreadLeaf,
     index_of,
@@ -50,14 +48,15 @@ from alpa_strategy.capture.non_tensor_inputs import (
 )
 from alpa_strategy.capture.python_state import patched, snapshot, standing_in
 from alpa_strategy.capture.snapshots import Kind, take
+from alpa_strategy.capture.state_tensors import StateInputs
 from alpa_strategy.capture.symbolic_scalars import FunctionsRequested, StepCounter
 from alpa_strategy.capture.tracer_mode import TracerMode
-from alpa_strategy.errors import AlpaError, CaptureError
+from alpa_strategy.errors import CaptureError
 from alpa_strategy.ir.graph import BatchInput, BufferInput, LeafRef, ParameterInput, ValueRef
 from alpa_strategy.ir.guards import ValueGuard
 from alpa_strategy.ir.op import TensorMeta
 from alpa_strategy.ir.places import Place
-from alpa_strategy.ir.user_code import reached_functions, user_line
+from alpa_strategy.ir.user_code import reached_functions
 
 # `value` is the index among the traced function's arguments.
 TracedInput = ParameterInput | BufferInput | BatchInput
@@ -121,6 +120,9 @@ class StepCall:
     # Numbers that change between steps.
     numbers: tuple[Place, ...] = ()
 
+    # Attributes with tensors that one step leaves for the next.
+    states: tuple[Place, ...] = ()
+
     # Names of the parameters that are state of the step; None: those that it writes to.
     state: frozenset[str] | None = None
 
@@ -178,6 +180,7 @@ class _Tracing:
         self.leaves, self.batch_spec = pytree.tree_flatten(call.batch)
         self.batched = have_common_size(self.leaves)
         self.batch_size = size_of_batch(self.leaves, self.batched)
+        self.states = StateInputs(call.module, call.states)
 
         # Leaf -> the first leaf that is the same tensor. Calls of submodules keep their inputs.
         self.same = {} if call.step else same_tensors(self.leaves)
@@ -198,7 +201,7 @@ class _Tracing:
         mode = FakeTensorMode(allow_non_fake_inputs=True)
         with mode:
             inputs, fakes = _fake_inputs(
-                self.names, self.leaves, self.batched, self.device, self.same
+                self.names, *self._tensors_of_step(), self.device, self.same
             )
         self.inputs = inputs
 
@@ -230,6 +233,9 @@ class _Tracing:
             # After the trace: while it runs, ops must see plain numbers.
             record.numbers.put()
 
+        if call.step is not None and (record.assigned or record.states):
+            places = (*record.assigned, *record.states)
+            raise changed_attributes(place.attribute for place in places)
         record.attributes = self._attribute_guards()
         return Trace(
             module_graph,
@@ -241,7 +247,7 @@ class _Tracing:
             self.batch_size,
             self._read_leaves(),
             tuple(tensor for tensor, _ in self.names),
-            overlapping(self.leaves),
+            overlapping(self._tensors_of_step()[0]),
             call.state,
         )
 
@@ -256,10 +262,12 @@ class _Tracing:
         of_module = {}
         for (tensor, _), fake in zip(self.names, tensors, strict=False):
             of_module[tensor] = fake
-        batch = self._batch(tensors[len(self.names) :])
+        remaining = iter(tensors[len(self.names) :])
+        batch = self._batch(remaining)
 
         with (
             standing_in(module, of_module),
+            self.states.standing_in(remaining),
             self.call.context(),
             TracerMode(module, self.origins, self.device, self.known, record),
             fake_only_if(self.known.is_unknown),
@@ -276,7 +284,16 @@ class _Tracing:
             self.reads = reads
             in_module = tensors[: len(self.names)]
             known = self.known.value_of
-            note_writes(record, record.snapshots, reads, in_module, known, self.stand_ins)
+            note_writes(
+                module,
+                record,
+                record.snapshots,
+                reads,
+                in_module,
+                known,
+                self.stand_ins,
+                self.states,
+            )
             after = _module_inputs(module, self.inputs)
             reassigned = _reassigned_buffers(before, after, self.inputs)
 
@@ -293,15 +310,22 @@ class _Tracing:
         self.results = pytree.tree_map(partial(_placeholder, outputs), results)
         return outputs
 
-    def _batch(self, tensors: Sequence[Tensor]) -> Any:
-        """Return the step's batch: `tensors`, and the other leaves with or without their values."""
-        remaining = iter(tensors)
+    def _tensors_of_step(self) -> tuple[list[Any], tuple[bool, ...]]:
+        """Return the leaves of the batch, then of states; and for every tensor, whether it has the
+        batch's size.
+        """
+        states = self.states.leaves
+        num_states = sum(isinstance(leaf, Tensor) for leaf in states)
+        return [*self.leaves, *states], (*self.batched, *[False] * num_states)
+
+    def _batch(self, tensors: Iterator[Tensor]) -> Any:
+        """Return the step's batch: the next `tensors`, and other leaves with values or without."""
         leaves: list[Any] = []
         for index, leaf in enumerate(self.leaves):
             if self.same.get(index, index) != index:
                 leaves.append(leaves[self.same[index]])
             elif isinstance(leaf, Tensor):
-                leaves.append(next(remaining))
+                leaves.append(next(tensors))
             elif index in self.changing:
                 leaves.append(self.record.counter(leaf, self.changing[index]))
             elif may_be_unread(leaf) and index not in self.read:
@@ -325,7 +349,8 @@ class _Tracing:
         """Return guards on all values that the step's Python read, besides counters and leaves."""
         module = self.module
         record = self.record
-        changing = {*record.appended, *record.assigned} - {*self.call.numbers}
+        changing = {*record.appended, *record.assigned, *self.call.states}
+        changing -= {*self.call.numbers, *record.guarded}
         attributes = python_reads.attribute_guards(module, self.reads, changing)
         # A snapshot equals its buffer until that is replaced or changed in place.
         buffers = {}
@@ -333,6 +358,7 @@ class _Tracing:
             buffers[name] = snapshot(module.get_buffer(name))
         return (
             *python_reads.freed(attributes, self.call.numbers),
+            *self.states.guards(),
             *python_reads.guards_at(module, buffers),
             *python_reads.global_guards(module, self.reads),
             *python_reads.guards_at(module._trainer, record.trainer_reads, "trainer."),
@@ -542,58 +568,3 @@ def uncompiled() -> Iterator[None]:
         torch._dynamo.config.patch(error_on_nested_fx_trace=False),
     ):
         yield
-
-
-# Text in torch's error about code that cannot be traced -> (the problem, what to do).
-_CLEARER = {
-    StepCounter.__name__: (
-        "a number made of batch_idx, global_step or current_epoch stands where torch takes numbers"
-        " only",
-        "use it element by element (`beta * x`), or write int(self.current_epoch); keep others in a"
-        " registered buffer that the step updates",
-    ),
-    "TorchScript": (
-        "TorchScript does not show its ops",
-        "leave out torch.jit.script and trace (torch.compile may stay)",
-    ),
-    ".numpy() is not supported": (
-        "a tensor is turned into a numpy array",
-        "use torch functions in the step, or do it in a callback or hook",
-    ),
-}
-
-
-@contextmanager
-def clear_errors() -> Iterator[None]:
-    """Turn the errors of code that cannot be traced into CaptureErrors with the user's line.
-
-    Errors of the user's own code pass unchanged.
-    """
-    try:
-        yield
-    except DataDependentOutputException as error:
-        raise CaptureError(
-            "training_step cannot be captured: a tensor's value is needed by Python (a branch on"
-            " it, .item(), .tolist(), int() or float())\n"
-            f"  at {user_line(error.__traceback__)}",
-            "torch.where chooses between values, register_buffer keeps state, callbacks and hooks"
-            " may look at numbers",
-        ) from error
-    except DynamicOutputShapeException as error:
-        raise CaptureError(
-            "training_step cannot be captured: the shape of a tensor depends on its data"
-            f" ({error.func})\n"
-            f"  at {user_line(error.__traceback__)}",
-            "keep shapes fixed: multiply by a mask or use torch.where instead of selecting rows, do"
-            " not pack",
-        ) from error
-    except AlpaError:
-        raise
-    except (RuntimeError, TypeError) as error:
-        for text, (problem, fix) in _CLEARER.items():
-            if text in str(error):
-                line = user_line(error.__traceback__)
-                raise CaptureError(
-                    f"training_step cannot be captured: {problem}\n  at {line}", fix
-                ) from error
-        raise

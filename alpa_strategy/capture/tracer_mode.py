@@ -22,6 +22,7 @@ from alpa_strategy.capture.data_branches import (
 from alpa_strategy.capture.graph_builder import storages_of
 from alpa_strategy.capture.intercept import Recording
 from alpa_strategy.capture.ops import ctc_replacement, grouped_mm_replacement
+from alpa_strategy.capture.outside_tensors import OutsideTensors
 from alpa_strategy.capture.symbolic_scalars import StepCounter, alike
 from alpa_strategy.errors import CaptureError
 from alpa_strategy.ir.user_code import user_frame, user_position
@@ -58,6 +59,7 @@ class TracerMode(TorchFunctionMode):
         # The first name of a shared submodule wins.
         self.paths = {id(child): name for name, child in reversed(list(module.named_modules()))}
         self.stack = [""]
+        self.outside = OutsideTensors()
 
     def _truth(self, tensor: Tensor) -> bool:
         """`bool(tensor)`, also inside functions of torch, which the mode does not see into."""
@@ -87,6 +89,7 @@ class TracerMode(TorchFunctionMode):
         for hook in self.hooks:
             hook.remove()
         del Tensor.__bool__, Tensor.requires_grad  # torch's own are the base class's
+        self.outside.restore()
         super().__exit__(*exc)
 
     def _enter_module(self, module: nn.Module, args: Any) -> None:
@@ -123,6 +126,7 @@ class TracerMode(TorchFunctionMode):
         if any(type(arg) is StepCounter for arg in leaves):
             return self._with_counters(func, types, args, kwargs or {})
         _refuse_functions_of_functions(func, args, kwargs or {})
+        self.outside.keep(func, leaves, kwargs or {})
         self._check_device(func, args, kwargs or {})
         answer = self.known.answer(func, args, kwargs or {})
         if answer is not UNKNOWN:

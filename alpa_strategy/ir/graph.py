@@ -324,6 +324,10 @@ class StepGraph:
     # counters, named by their labels.
     numbers: tuple[Place, ...] = ()
 
+    # Attributes with tensors that one step leaves for the next. Their leaves are inputs, and follow
+    # those of the batch.
+    states: tuple[Place, ...] = ()
+
     # Conditions that must hold after the step.
     checks: tuple[Check, ...] = ()
 

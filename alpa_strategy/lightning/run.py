@@ -18,6 +18,7 @@ from typing_extensions import override
 
 from alpa_strategy.capture.non_tensor_inputs import leaves_hold
 from alpa_strategy.capture.python_reads import changed_numbers, numbers_now
+from alpa_strategy.capture.state_tensors import state_leaves
 from alpa_strategy.comm.collectives import (
     RankZero,
     all_gather_object,
@@ -171,6 +172,7 @@ class Run(ShardedRun):
         self._measure()
         key, leaves = keyed_leaves(batch)
         captured, counters = self._captured_step(key, batch, batch_idx, buffers_changed)
+        leaves = [*leaves, *state_leaves(self.module, captured.step.states)]
         # With `batch_scope="global"` all ranks must load the same batch.
         is_global = captured.step.batch_scope == "global"
         if is_global:

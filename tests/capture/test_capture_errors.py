@@ -117,12 +117,6 @@ def makes_a_layer(self: Step, x: Tensor, i: int) -> Tensor:
     return self.late(self.a(x)).sum()
 
 
-def writes_into_a_table(self: Step, x: Tensor, i: int) -> Tensor:
-    loss = self.a(x).sum()
-    self.table[1:2] = loss.detach()
-    return loss + self.table.sum()
-
-
 def normalizes_by_a_hidden_layer(self: Step, x: Tensor, i: int) -> Tensor:
     return self.norms[0](self.a(x)).square().sum()
 
@@ -243,7 +237,6 @@ def logs_text(self: Step, x: Tensor, i: int) -> Tensor:
         loop,
         running_sum,
         maps_a_function,
-        writes_into_a_table,
     ],
 )
 def test_names_the_line_and_a_way_out(function: Callable[..., Any]) -> None:

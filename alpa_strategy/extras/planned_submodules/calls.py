@@ -115,7 +115,6 @@ def _check_effects(graph: StepGraph, trace: Trace) -> None:
         graph.metrics,
         graph.checks,
         graph.appended,
-        graph.assigned,
         graph.guards,
     )
     updates_buffer = any(buffer.update is not None for buffer in graph.buffers)

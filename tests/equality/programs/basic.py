@@ -130,8 +130,8 @@ class Episode(Program):
 
 
 class KeepsValues(Program):
-    """A layer that keeps its own loss, a teacher that follows, a count of calls, and a BatchNorm
-    with a cumulative average.
+    """A layer that keeps its own loss, a teacher that follows, a count of calls, averages in plain
+    attributes, and a BatchNorm with a cumulative average.
     """
 
     def __init__(self) -> None:
@@ -140,6 +140,8 @@ class KeepsValues(Program):
         self.teacher, self.head = nn.Linear(8, 3), nn.Linear(8, 3)
         self.teacher.requires_grad_(False)
         self.calls = 0
+        self.mean: Tensor | None = None
+        self.scale = torch.ones(3)
 
     example = staticmethod(pairs)
 
@@ -157,7 +159,10 @@ class KeepsValues(Program):
             for teacher, student in pairs_of:
                 teacher.data = teacher.data * 0.9 + student.data * 0.1
             target = self.teacher(h).softmax(-1)
-        scores = self.head(h)
+        scores = self.head(h) - (0.0 if self.mean is None else self.mean)
+        self.mean = scores.detach().mean(0)
+        self.scale.mul_(0.9).add_(scores.detach().square().mean(0), alpha=0.1)
+        scores = scores / self.scale.sqrt()
         distance = (scores.softmax(-1) - target).square().mean()
         return F.cross_entropy(scores, y) + distance / self.calls + self.inner.penalty
 
