@@ -70,6 +70,7 @@ def capture_step(
     call, trace, graph = _traced(call)
     if trace.recording.stored:
         graph, numbers = after_first_call(call, graph, trace.recording.stored)
+    numbers = tuple(dict.fromkeys((*numbers, *trace.recording.numbers_read)))
     segmented = rewrites.segment_fused_linears(graph)
     captured = replace(segmented, batch_scope=batch_scope, numbers=numbers, states=call.states)
     if batch_scope == "global" or world_size == 1:

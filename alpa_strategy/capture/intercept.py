@@ -19,7 +19,7 @@ from torch import Tensor, fx, nn
 from torch.fx.experimental.proxy_tensor import get_proxy_slot
 from torch.utils import _pytree as pytree
 
-from alpa_strategy.capture import batch_norms
+from alpa_strategy.capture import batch_norms, optimizer_numbers
 from alpa_strategy.capture.communication import collectives_refused, refuse_collective
 from alpa_strategy.capture.lightning_adapter import LightningModule, MetricCollection, WrapperMetric
 from alpa_strategy.capture.module_state import attributes_kept, changed_attributes
@@ -63,6 +63,7 @@ class Recording:
     initial: dict[str, Any] = field(default_factory=dict)
     states: list[Place] = field(default_factory=list)
     guarded: set[Place] = field(default_factory=set)
+    numbers_read: dict[Place, None] = field(default_factory=dict)  # of optimizers
     snapshots: list[Snapshot] = field(default_factory=list)  # of the modules' attributes
     appended: "dict[Place, AppendedList]" = field(default_factory=dict)
     tracer: Any = None  # what traced the step, once it has run
@@ -103,6 +104,11 @@ class Recording:
     def counter(self, value: int, name: str) -> StepCounter:
         """A counter whose comparisons become guards."""
         return StepCounter(value, CounterRef(name), self.guards.setdefault)
+
+    def optimizer_number(self, value: Any, place: Place) -> StepCounter:
+        """A counter for a number of an optimizer, which becomes an input of the step."""
+        self.numbers_read[place] = None
+        return self.counter(value, str(place))
 
 
 class MetricValue:
@@ -203,7 +209,7 @@ class _View:
     """
 
     def __init__(
-        self, viewed: Any, path: str, counters: Mapping[str, StepCounter], reads: dict[str, Any]
+        self, viewed: Any, path: str, counters: Mapping[str, Any], reads: dict[str, Any]
     ) -> None:
         object.__setattr__(self, "_view", (viewed, path, counters, reads))
 
@@ -214,6 +220,8 @@ class _View:
     def __getattr__(self, name: str) -> Any:
         viewed, path, counters, reads = object.__getattribute__(self, "_view")
         path = f"{path}.{name}".lstrip(".")
+        if path in counters:
+            return counters[path]
         if path in _CHANGING:
             raise CaptureError(
                 f"the step reads trainer.{name} ({user_frame()}): the captured step would keep its"
@@ -228,8 +236,6 @@ class _View:
                 "use self.log, or call the logger in on_train_batch_end (the step's returned dict"
                 " arrives there)",
             )
-        if path in counters:
-            return counters[path]
         try:
             value = getattr(viewed, name)
         except AttributeError:
@@ -361,15 +367,10 @@ def _counting_members(
     counters = {
         n: record.counter(int(getattr(trainer, n, 0)), n) for n in ("global_step", "current_epoch")
     }
-    view = _View(trainer, "", counters, record.trainer_reads) if trainer is not None else None
-
-    def refuse_changing(self: LightningModule, *_: Any, **__: Any) -> NoReturn:
-        raise CaptureError(
-            f"self.optimizers() or self.lr_schedulers() is called in the step ({user_frame()}): the"
-            " captured step "
-            "would keep the first value of what it reads there",
-            _INSTEAD_OF_CHANGING,
-        )
+    optimizers = optimizer_numbers.optimizer_views(trainer, record.optimizer_number)
+    schedulers = optimizer_numbers.scheduler_views(trainer, record.optimizer_number)
+    known = {**counters, "optimizers": optimizers} if optimizers else counters
+    view = _View(trainer, "", known, record.trainer_reads) if trainer is not None else None
 
     def refuse_print(self: LightningModule, *_: Any, **__: Any) -> NoReturn:
         record.refuse(
@@ -391,8 +392,8 @@ def _counting_members(
         "print": refuse_print,
         "logger": property(lambda self: getattr(view, "logger", None)),
         "loggers": property(lambda self: getattr(view, "loggers", [])),
-        "optimizers": refuse_changing,
-        "lr_schedulers": refuse_changing,
+        "optimizers": lambda self, *_, **__: optimizer_numbers.one_or_all(optimizers),
+        "lr_schedulers": lambda self: optimizer_numbers.one_or_all(schedulers),
         "__module__": original.__module__,
         "__qualname__": original.__qualname__,
     }

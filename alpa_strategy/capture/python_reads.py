@@ -43,7 +43,7 @@ from alpa_strategy.errors import CaptureError
 from alpa_strategy.ir import user_code
 from alpa_strategy.ir.graph import StepGraph
 from alpa_strategy.ir.guards import MISSING, ValueGuard, at_counters
-from alpa_strategy.ir.places import Place
+from alpa_strategy.ir.places import OptimizerNumber, Place
 from alpa_strategy.ir.user_code import is_user_code, user_frame
 
 
@@ -524,7 +524,10 @@ def counters_for(
     Raises:
         CaptureError: the block sets another one.
     """
-    attributes = [place for place in places if place.leaf is None]
+    attributes = []
+    for place in places:
+        if place.leaf is None and not isinstance(place, OptimizerNumber):
+            attributes.append(place)
     patches = []
     for place in attributes:
         holder = place.holder(module)

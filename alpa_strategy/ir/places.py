@@ -60,3 +60,27 @@ class Place:
         # The attribute may be one of the class.
         attribute: Any = getattr(module.get_submodule(self.path), self.name, None)
         return attribute if self.key is None else attribute.get(self.key)
+
+
+@dataclass(frozen=True)
+class OptimizerNumber(Place):
+    """The location of a number of an optimizer or of a learning rate scheduler of the Trainer."""
+
+    # Index of the optimizer or scheduler, and of its group of parameters.
+    optimizer: int = 0
+    group: int = 0
+
+    # Whether it is the scheduler's last learning rate.
+    is_last: bool = False
+
+    def __str__(self) -> str:
+        if self.is_last:
+            return f"lr_schedulers[{self.optimizer}].get_last_lr()[{self.group}]"
+        return f"optimizers[{self.optimizer}].param_groups[{self.group}][{self.name!r}]"
+
+    def value(self, module: Any, leaves: Sequence[Any] = ()) -> Any:
+        """Return the current value. Args: as of `Place.value`."""
+        trainer = module._trainer
+        if self.is_last:
+            return trainer.lr_scheduler_configs[self.optimizer].scheduler.get_last_lr()[self.group]
+        return trainer.optimizers[self.optimizer].param_groups[self.group][self.name]
