@@ -3,21 +3,22 @@
 `trace.py` runs the step, `convert.py` makes the StepGraph from its fx graph.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
 from alpa_strategy.capture import rewrites
 from alpa_strategy.capture.convert import convert
+from alpa_strategy.capture.first_call import after_first_call
 from alpa_strategy.capture.lightning_adapter import LightningModule
 from alpa_strategy.capture.merge_ranks import merge_ranks, synced_norms
-from alpa_strategy.capture.module_state import changed_attributes, initialized
 from alpa_strategy.capture.non_tensor_inputs import register_batch_types
-from alpa_strategy.capture.trace import StepCall, trace_step
+from alpa_strategy.capture.state_tensors import WrittenConstantError, place_of
+from alpa_strategy.capture.trace import StepCall, Trace, trace_step
 from alpa_strategy.errors import CaptureError, OptionError
 from alpa_strategy.ir import graph as ir
-from alpa_strategy.ir.guards import ValueGuard
+from alpa_strategy.ir.places import Place
 
 
 def capture_step(
@@ -28,7 +29,8 @@ def capture_step(
     batch_scope: str = "rank",
     batch_idx: int = 0,
     context: Callable[[], AbstractContextManager[Any]] | None = None,
-    numbers: tuple[ir.Place, ...] = (),
+    numbers: tuple[Place, ...] = (),
+    state: frozenset[str] | None = None,
 ) -> ir.StepGraph:
     """Capture `module.training_step(batch, batch_idx)` as a graph.
 
@@ -44,6 +46,8 @@ def capture_step(
         batch_idx: the step's argument; comparisons with it become guards.
         context: the precision plugin's `train_step_context`, so that autocast's casts are captured.
         numbers: attributes and leaves whose numbers change between steps.
+        state: names of the parameters that are state of the step and no optimizer's; None: those
+            that it writes to.
 
     Returns:
         The step at the shapes of the batches of all ranks together.
@@ -62,47 +66,36 @@ def capture_step(
             " plan`, list the phases of a step (iteration_phases)",
         )
     register_batch_types(batch)
-    call = StepCall(module, batch, batch_idx, context or nullcontext, numbers=numbers)
-    trace = trace_step(call)
-    # Lists that the step only appends to are known at its end, when the trace has reads of them
-    # already. So it is traced once more, with stand-ins for them.
-    if trace.recording.grown:
-        call = replace(call, appended=tuple(trace.recording.grown))
-        trace = trace_step(call)
-    graph = convert(trace)
+    call = StepCall(module, batch, batch_idx, context or nullcontext, numbers=numbers, state=state)
+    call, trace, graph = _traced(call)
     if trace.recording.stored:
-        graph = _after_first_call(call, graph, trace.recording.stored)
+        graph, numbers = after_first_call(call, graph, trace.recording.stored)
+    numbers = tuple(dict.fromkeys((*numbers, *trace.recording.numbers_read)))
     segmented = rewrites.segment_fused_linears(graph)
-    captured = replace(segmented, batch_scope=batch_scope, numbers=numbers)
+    captured = replace(segmented, batch_scope=batch_scope, numbers=numbers, states=call.states)
     if batch_scope == "global" or world_size == 1:
         return captured
     return merge_ranks(captured, world_size, synced_norms(module))
 
 
-def _after_first_call(
-    call: StepCall, graph: ir.StepGraph, stored: Mapping[str, Any]
-) -> ir.StepGraph:
-    """Capture the second call of a step that sets attributes in its first call.
+def _traced(call: StepCall) -> tuple[StepCall, Trace, ir.StepGraph]:
+    """Return the trace of a step and its graph, and the call with its lists and states.
 
-    Libraries install their hooks that way. It is an initialization if the second call sets no
-    attribute and has the same ops.
-
-    Args:
-        graph: of the first call.
-        stored: label -> (namespace, name, value) of the attributes that it set.
-
-    Raises:
-        CaptureError: it is no initialization.
+    Lists that the step only appends to, and tensors that one step leaves for the next, are known
+    at its end, when the trace has reads of them already. So it is traced once more, with stand-ins
+    for them.
     """
-    with initialized(stored):
+    while True:
         trace = trace_step(call)
-        second = convert(trace)
-        # A counter (`self.calls += 1`) has another value in every call.
-        sets_attributes = trace.recording.stored or trace.recording.grown
-        if sets_attributes or second.graph_digest != graph.graph_digest:
-            raise changed_attributes(stored)
-
-    guards = []
-    for label, (namespace, name, value) in stored.items():
-        guards.append(ValueGuard(label, name, namespace, value))
-    return replace(second, stored=tuple(guards))
+        recording = trace.recording
+        if recording.grown or recording.states:
+            appended = (*call.appended, *recording.grown)
+            call = replace(call, appended=appended, states=(*call.states, *recording.states))
+            continue
+        try:
+            return call, trace, convert(trace)
+        except WrittenConstantError as error:
+            place = place_of(call.module, error.tensor)
+            if place is None or place in call.states:
+                raise
+            call = replace(call, states=(*call.states, place))

@@ -6,7 +6,6 @@ lowering adds one.
 """
 
 import operator
-from collections import Counter
 from dataclasses import replace
 from typing import Any
 
@@ -18,13 +17,22 @@ from torch.utils import _pytree as pytree
 from alpa_strategy.capture import graph_builder, rewrites
 from alpa_strategy.capture.autocast import Autocast
 from alpa_strategy.capture.graph_builder import Builder, Memory, View, ViewStep, Write, map_refs
-from alpa_strategy.capture.graph_results import Numbering, loss_of, renumbered_ops, with_records
+from alpa_strategy.capture.graph_results import (
+    Numbering,
+    check_memory_of,
+    loss_of,
+    renumbered_ops,
+    with_records,
+)
 from alpa_strategy.capture.python_state import Same
+from alpa_strategy.capture.state_parameters import StateParameters
+from alpa_strategy.capture.state_tensors import WrittenConstantError
 from alpa_strategy.capture.trace import Trace
 from alpa_strategy.errors import CaptureError
 from alpa_strategy.ir import graph as ir
 from alpa_strategy.ir.guards import ValueGuard
 from alpa_strategy.ir.op import TensorMeta, bound_arguments, frozen
+from alpa_strategy.ir.places import Place
 
 aten = torch.ops.aten
 
@@ -57,6 +65,7 @@ class _Converter:
         # Of the trace's inputs, in their order.
         self.input_views: list[View] = []
 
+        self.state = StateParameters(trace.state)
         self.constants: list[ir.ConstantInput] = []
         self.constant_views: dict[str, View] = {}
         self.memory_guards: list[ValueGuard] = []
@@ -82,6 +91,7 @@ class _Converter:
             parameter = ""
             if isinstance(entry, ir.ParameterInput):
                 parameter = entry.name
+                self.state.add(entry)
                 self.parameters.add(ref.index)
             self.views[node] = self.memory.new(ref, parameter)
             self.input_views.append(self.views[node])
@@ -116,6 +126,13 @@ class _Converter:
         view.storage.is_outside = True
         self.constant_views[name] = view
         return view
+
+    def _constant_of(self, view: View) -> Tensor:
+        """Return the tensor from outside of the step whose memory a view has."""
+        names = self.constant_views.items()
+        name = next(name for name, other in names if other.storage is view.storage)
+        tensor: Tensor = getattr(self.trace.module, name)
+        return tensor
 
     def _check_constant(self, tensor: Tensor, node: fx.Node) -> None:
         """Raise CaptureError if `tensor` is none of the user's constants."""
@@ -214,7 +231,7 @@ class _Converter:
     def _computation(self, node: fx.Node, target: torch._ops.OpOverload) -> None:
         """Convert the call of an op that computes new values."""
         args, kwargs = self._arguments(node)
-        args = _with_dense_gradients(target, args)
+        args = rewrites.with_dense_gradients(target, args)
         args = rewrites.without_empty_tensors(self.builder, target, args)
         if target is aten.broadcast_tensors.default:
             self._broadcast(node)
@@ -304,7 +321,10 @@ class _Converter:
     def _read(self, view: View) -> ir.ValueRef:
         """Return the current value of a view, detached inside no_grad."""
         ref = self.memory.read(view)
-        return ref if self.grad_enabled else self._detached(ref)
+        if not self.grad_enabled:
+            return self._detached(ref)
+        self.state.read(view)
+        return ref
 
     def _detached(self, ref: ir.ValueRef) -> ir.ValueRef:
         """Return a value without its gradient."""
@@ -396,19 +416,18 @@ class _Converter:
         """Convert `x.op_(...)` or `op(..., out=x)`: compute out of place, write the result to x.
 
         Raises:
-            CaptureError: x is a parameter, or requires grad inside no_grad.
+            CaptureError: x is a parameter that trains, or requires grad inside no_grad.
+            WrittenConstantError: x is a tensor from outside of the step.
         """
         view = self.views[write.into]
         before = self.memory.read(view)
-        if view.storage.parameter:
-            raise CaptureError(
-                f"the step changes parameter {view.storage.parameter} in place"
-                f" ({self.builder.source})",
-                "parameters are changed by the optimizer; do it in a hook such as"
-                " on_train_batch_end",
-            )
+        if view.storage.is_outside:
+            raise WrittenConstantError(self.builder.source, self._constant_of(view))
+        parameter = view.storage.parameter
+        if parameter:
+            self.state.write(parameter, self.builder.source)
         meta = self.builder.meta(before)
-        if not self.grad_enabled and meta.requires_grad:
+        if not self.grad_enabled and meta.requires_grad and not parameter:
             raise CaptureError(
                 f"under no_grad, {write.name} changes a tensor that requires grad"
                 f" ({self.builder.source})",
@@ -456,7 +475,7 @@ class _Converter:
 
         numbering = Numbering(self.builder.values)
         inputs = []
-        for entry in self.trace.inputs:
+        for entry in self.state.inputs(self.trace.inputs):
             # Unused parameters are inputs as well: the run has them all.
             is_buffer = isinstance(entry, ir.BufferInput)
             if not is_buffer or entry.value in needed or entry.value in updates:
@@ -491,15 +510,26 @@ class _Converter:
         )
         results = map_refs(results, lambda ref: ir.ValueRef(new[ref.index]))
         lists = [*self.trace.recording.appended]
-        lists += [ir.Place("", "the batch", leaf=leaf) for leaf in written]
-        return with_records(graph, results, lists)
+        lists += [Place("", "the batch", leaf=leaf) for leaf in written]
+        return with_records(graph, results, lists, self.trace.recording.assigned)
 
     def _written_leaves(self) -> dict[int, ir.ValueRef]:
-        """Return index of a leaf of the batch that the step writes in place -> its new value."""
+        """Return index of a leaf of the batch that the step writes in place -> its new value.
+
+        Raises:
+            CaptureError: another leaf has a part of its memory.
+        """
         written = {}
         for entry, view in zip(self.trace.inputs, self.input_views, strict=True):
-            if isinstance(entry, ir.BatchInput) and view.storage.version:
-                written[entry.leaf] = self._detached(view.storage.value)
+            if not isinstance(entry, ir.BatchInput) or not view.storage.version:
+                continue
+            if entry.leaf in self.trace.overlapping_leaves:
+                raise CaptureError(
+                    "the step changes a tensor of its batch in place, and another tensor of the"
+                    " batch has a part of its memory",
+                    "let the loader copy it (clone), or compute a new tensor in the step",
+                )
+            written[entry.leaf] = self._detached(view.storage.value)
         return written
 
     def _buffer_updates(self, reassigned: dict[str, ir.ValueRef]) -> dict[int, int]:
@@ -514,7 +544,7 @@ class _Converter:
             CaptureError: another tensor shares memory with a buffer that is updated.
         """
         updates: dict[int, int] = {}
-        for entry, view in zip(self.trace.inputs, self.input_views, strict=True):
+        for entry, view in zip(self.state.inputs(self.trace.inputs), self.input_views, strict=True):
             if not isinstance(entry, ir.BufferInput):
                 continue
             if view.storage.version:
@@ -522,33 +552,11 @@ class _Converter:
             if entry.name in reassigned:
                 updates[entry.value] = self._detached(reassigned[entry.name]).index
 
-        storages: list[set[Any]] = []
-        for tensor in (
-            *self.trace.module_tensors,
-            *(constant.tensor for constant in self.constants),
-        ):
-            is_strided = tensor.layout is torch.strided
-            storages.append(graph_builder.storages_of(tensor) if is_strided else set())
-        num_tensors = Counter(storage for of_tensor in storages for storage in of_tensor)
-
-        for entry in self.trace.inputs:
-            if not isinstance(entry, ir.BufferInput) or entry.value not in updates:
-                continue
-            if any(num_tensors[storage] > 1 for storage in storages[entry.value]):
-                raise CaptureError(
-                    f"the step changes buffer {entry.name}, of which another tensor is a view, made"
-                    " before",
-                    "make views of buffers in the step",
-                )
+        inputs = self.state.inputs(self.trace.inputs)
+        updated = [entry for entry in inputs if entry.value in updates]
+        constants = [constant.tensor for constant in self.constants]
+        check_memory_of(updated, self.trace.module_tensors, constants)
         return updates
-
-
-def _with_dense_gradients(target: torch._ops.OpOverload, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return positional arguments with `sparse=False`: reductions support dense gradients only."""
-    dense = []
-    for argument, value in zip(target._schema.arguments, args, strict=False):
-        dense.append(False if argument.name == "sparse" else value)
-    return tuple(dense)
 
 
 def convert(trace: Trace) -> ir.StepGraph:

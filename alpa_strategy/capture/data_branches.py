@@ -111,6 +111,16 @@ class ConstantValues:
         self._advance(proxy_mode.tracer.graph)
         return slot.proxy.node if slot.proxy.node in self._values else None
 
+    def value_of(self, tensor: Tensor) -> Tensor | None:
+        """Return a copy of a tensor's known value, on its device; None if it is not known."""
+        node = self.known_node(tensor)
+        if node is None:
+            return None
+        self.asked_buffers |= self._sources[node]
+        with _disable_current_modes(), torch._C.DisableTorchFunction():
+            value: Tensor = self._values[node].detach().clone()
+            return value.to(tensor.device)
+
     def is_unknown(self, tensor: Tensor) -> bool:
         """Whether the values of a tensor are not known."""
         return self.known_node(tensor) is None

@@ -163,6 +163,11 @@ class View:
     chain: tuple[ViewStep, ...] = ()
     version: int = 0
 
+    @property
+    def is_detached(self) -> bool:
+        """Whether no gradient goes from the view to its storage."""
+        return any(step.target is aten.detach.default for step in self.chain)
+
 
 class Memory:
     """Reads and writes views through a Builder."""
@@ -205,7 +210,7 @@ class Memory:
         )  # the storage, then view of view of ... it
         changed = value
         for step, before in zip(reversed(view.chain), reversed(current), strict=True):
-            changed = self._scatter(step, before, changed)
+            changed = self._scatter(step, before, changed, bool(view.storage.parameter))
         view.storage.value = changed
         view.storage.version += 1  # all other views of it are stale now
         view.value, view.version = value, view.storage.version
@@ -222,8 +227,14 @@ class Memory:
             values.append(out if step.item is None else out[step.item])
         return values
 
-    def _scatter(self, step: ViewStep, before: ValueRef, changed: ValueRef) -> ValueRef:
-        """`before` with the part that `step` views replaced by `changed`."""
+    def _scatter(
+        self, step: ViewStep, before: ValueRef, changed: ValueRef, is_parameter: bool
+    ) -> ValueRef:
+        """`before` with the part that `step` views replaced by `changed`.
+
+        Args:
+            is_parameter: whether a parameter's memory is changed, which has no gradient then.
+        """
         emit, shape = self.builder.emit, list(self.builder.meta(before).shape)
         rest = [a for i, a in enumerate(step.args) if i != step.position]
         num_elements = self.builder.meta(changed).num_elements
@@ -263,7 +274,7 @@ class Memory:
                 return self._place(
                     aten.select_scatter.default, before, changed, rest[0] if rest else 0, step.item
                 )
-            case "detach" if self.builder.meta(before).requires_grad:
+            case "detach" if self.builder.meta(before).requires_grad and not is_parameter:
                 raise CaptureError(
                     "a tensor that requires grad is changed through .detach() or .data"
                     f" ({self.builder.source})",

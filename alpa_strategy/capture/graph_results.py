@@ -3,14 +3,18 @@ ops and values.
 """
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from alpa_strategy.capture.graph_builder import Builder
+import torch
+from torch import Tensor
+
+from alpa_strategy.capture.graph_builder import Builder, storages_of
 from alpa_strategy.errors import CaptureError
 from alpa_strategy.ir import graph as ir
 from alpa_strategy.ir.op import TensorMeta
+from alpa_strategy.ir.places import Place
 
 
 def loss_of(output: Any, builder: Builder) -> ir.ValueRef:
@@ -46,13 +50,17 @@ def loss_of(output: Any, builder: Builder) -> ir.ValueRef:
 
 
 def with_records(
-    graph: ir.StepGraph, results: dict[str, Any], lists: Iterable[ir.Place]
+    graph: ir.StepGraph,
+    results: dict[str, Any],
+    lists: Iterable[Place],
+    attributes: Iterable[Place] = (),
 ) -> ir.StepGraph:
     """Return the graph with its output and records.
 
     Args:
         results: as of `Trace.results`, with ValueRefs of the graph.
         lists: the locations of the lists in `results["appended"]`.
+        attributes: the locations of the values in `results["assigned"]`.
     """
     logs = []
     for name, value, kwargs in results["logs"]:
@@ -65,6 +73,9 @@ def with_records(
     for place, items in zip(lists, results["appended"], strict=True):
         if items:
             appended.append(ir.AppendRecord(place, tuple(items)))
+    assigned = []
+    for place, value in zip(attributes, results["assigned"], strict=True):
+        assigned.append(ir.SetRecord(place, value))
     return replace(
         graph,
         output=results["output"],
@@ -72,7 +83,39 @@ def with_records(
         metrics=tuple(metrics),
         checks=tuple(ir.Check(*check) for check in results["checks"]),
         appended=tuple(appended),
+        assigned=tuple(assigned),
     )
+
+
+def check_memory_of(
+    updated: Iterable[ir.ParameterInput | ir.BufferInput | ir.BatchInput],
+    module_tensors: Sequence[Tensor],
+    constants: Sequence[Tensor],
+) -> None:
+    """Check that no other tensor shares memory with a buffer that the step updates.
+
+    Args:
+        updated: inputs that are buffers; the number of each value is its index in
+            `module_tensors`.
+        module_tensors: parameters and buffers.
+        constants: other tensors that the step reads.
+
+    Raises:
+        CaptureError: one does.
+    """
+    storages: list[set[int]] = []
+    for tensor in (*module_tensors, *constants):
+        is_strided = tensor.layout is torch.strided
+        storages.append(storages_of(tensor) if is_strided else set())
+    num_tensors = Counter(storage for of_tensor in storages for storage in of_tensor)
+    for entry in updated:
+        is_shared = any(num_tensors[storage] > 1 for storage in storages[entry.value])
+        if is_shared and isinstance(entry, ir.BufferInput):
+            raise CaptureError(
+                f"the step changes buffer {entry.name}, of which another tensor is a view, made"
+                " before",
+                "make views of buffers in the step",
+            )
 
 
 class Numbering:

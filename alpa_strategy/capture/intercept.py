@@ -19,6 +19,7 @@ from torch import Tensor, fx, nn
 from torch.fx.experimental.proxy_tensor import get_proxy_slot
 from torch.utils import _pytree as pytree
 
+from alpa_strategy.capture import batch_norms, optimizer_numbers
 from alpa_strategy.capture.communication import collectives_refused, refuse_collective
 from alpa_strategy.capture.lightning_adapter import LightningModule, MetricCollection, WrapperMetric
 from alpa_strategy.capture.module_state import attributes_kept, changed_attributes
@@ -27,6 +28,7 @@ from alpa_strategy.capture.outside_state import globals_kept
 from alpa_strategy.capture.python_reads import refuse_iterator
 from alpa_strategy.capture.python_state import is_metric, patched
 from alpa_strategy.capture.side_effects import checked, side_effects_refused
+from alpa_strategy.capture.snapshots import Snapshot
 from alpa_strategy.capture.symbolic_scalars import (
     StepCounter,
     TraceNumbers,
@@ -35,8 +37,9 @@ from alpa_strategy.capture.symbolic_scalars import (
     made_of,
 )
 from alpa_strategy.errors import CaptureError
-from alpa_strategy.ir.graph import MetricRef, Place
+from alpa_strategy.ir.graph import MetricRef
 from alpa_strategy.ir.guards import MISSING, CounterRef, Guard, ValueGuard
+from alpa_strategy.ir.places import Place
 from alpa_strategy.ir.user_code import user_frame
 
 
@@ -53,8 +56,15 @@ class Recording:
     notes: dict[str, None] = field(default_factory=dict)  # what the user should know, each once
     # value, what it must be, the user's line, class and text of the exception that is raised else
     checks: list[tuple[Tensor, bool, str, str, str]] = field(default_factory=list)
+    # See `ChangesOfStep`.
     stored: dict[str, Any] = field(default_factory=dict)
     grown: list[Place] = field(default_factory=list)
+    assigned: dict[Place, Any] = field(default_factory=dict)
+    initial: dict[str, Any] = field(default_factory=dict)
+    states: list[Place] = field(default_factory=list)
+    guarded: set[Place] = field(default_factory=set)
+    numbers_read: dict[Place, None] = field(default_factory=dict)  # of optimizers
+    snapshots: list[Snapshot] = field(default_factory=list)  # of the modules' attributes
     appended: "dict[Place, AppendedList]" = field(default_factory=dict)
     tracer: Any = None  # what traced the step, once it has run
     constant_inputs: frozenset[fx.Node] = frozenset()  # placeholders of buffers
@@ -94,6 +104,11 @@ class Recording:
     def counter(self, value: int, name: str) -> StepCounter:
         """A counter whose comparisons become guards."""
         return StepCounter(value, CounterRef(name), self.guards.setdefault)
+
+    def optimizer_number(self, value: Any, place: Place) -> StepCounter:
+        """A counter for a number of an optimizer, which becomes an input of the step."""
+        self.numbers_read[place] = None
+        return self.counter(value, str(place))
 
 
 class MetricValue:
@@ -194,7 +209,7 @@ class _View:
     """
 
     def __init__(
-        self, viewed: Any, path: str, counters: Mapping[str, StepCounter], reads: dict[str, Any]
+        self, viewed: Any, path: str, counters: Mapping[str, Any], reads: dict[str, Any]
     ) -> None:
         object.__setattr__(self, "_view", (viewed, path, counters, reads))
 
@@ -205,6 +220,8 @@ class _View:
     def __getattr__(self, name: str) -> Any:
         viewed, path, counters, reads = object.__getattribute__(self, "_view")
         path = f"{path}.{name}".lstrip(".")
+        if path in counters:
+            return counters[path]
         if path in _CHANGING:
             raise CaptureError(
                 f"the step reads trainer.{name} ({user_frame()}): the captured step would keep its"
@@ -219,8 +236,6 @@ class _View:
                 "use self.log, or call the logger in on_train_batch_end (the step's returned dict"
                 " arrives there)",
             )
-        if path in counters:
-            return counters[path]
         try:
             value = getattr(viewed, name)
         except AttributeError:
@@ -262,9 +277,7 @@ def recording(
         # Outermost, so that what the other contexts put into attributes is gone when they are
         # compared.
         held: set[int] = set()  # ids of what lives longer than the step
-        stack.enter_context(
-            attributes_kept(module, record.stored, record.grown, held, record.is_of_data)
-        )
+        record.snapshots = stack.enter_context(attributes_kept(module, record, held))
         record.appended = {place: AppendedList(place.attribute) for place in appended}
         # The attribute may be the class's: this then hides it.
         lists = [(place.holder(module), place.name, x) for place, x in record.appended.items()]
@@ -283,10 +296,7 @@ def recording(
         stack.enter_context(_forbidden_calls(record, held))
         stack.enter_context(patched(side_effects_refused(record, files)))
         stack.enter_context(collectives_refused())
-        # Statistics of a captured step are all rows' without collectives of the user's.
-        stack.enter_context(
-            patched([(nn.SyncBatchNorm, "forward", nn.modules.batchnorm._BatchNorm.forward)])
-        )
+        stack.enter_context(patched(batch_norms.forward_patches()))
         try:
             yield record
         except Exception as error:
@@ -357,15 +367,10 @@ def _counting_members(
     counters = {
         n: record.counter(int(getattr(trainer, n, 0)), n) for n in ("global_step", "current_epoch")
     }
-    view = _View(trainer, "", counters, record.trainer_reads) if trainer is not None else None
-
-    def refuse_changing(self: LightningModule, *_: Any, **__: Any) -> NoReturn:
-        raise CaptureError(
-            f"self.optimizers() or self.lr_schedulers() is called in the step ({user_frame()}): the"
-            " captured step "
-            "would keep the first value of what it reads there",
-            _INSTEAD_OF_CHANGING,
-        )
+    optimizers = optimizer_numbers.optimizer_views(trainer, record.optimizer_number)
+    schedulers = optimizer_numbers.scheduler_views(trainer, record.optimizer_number)
+    known = {**counters, "optimizers": optimizers} if optimizers else counters
+    view = _View(trainer, "", known, record.trainer_reads) if trainer is not None else None
 
     def refuse_print(self: LightningModule, *_: Any, **__: Any) -> NoReturn:
         record.refuse(
@@ -387,8 +392,8 @@ def _counting_members(
         "print": refuse_print,
         "logger": property(lambda self: getattr(view, "logger", None)),
         "loggers": property(lambda self: getattr(view, "loggers", [])),
-        "optimizers": refuse_changing,
-        "lr_schedulers": refuse_changing,
+        "optimizers": lambda self, *_, **__: optimizer_numbers.one_or_all(optimizers),
+        "lr_schedulers": lambda self: optimizer_numbers.one_or_all(schedulers),
         "__module__": original.__module__,
         "__qualname__": original.__qualname__,
     }

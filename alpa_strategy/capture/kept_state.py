@@ -32,7 +32,7 @@ from alpa_strategy.capture.python_state import (
     is_user_class,
 )
 from alpa_strategy.capture.snapshots import Kind, NamesThatCount, OfData, Snapshot, take
-from alpa_strategy.ir.graph import Place
+from alpa_strategy.ir.places import Place
 
 
 @contextmanager

@@ -37,6 +37,7 @@ from alpa_strategy.ir.graph import (
     LogRecord,
     MetricRecord,
     Op,
+    SetRecord,
     StepGraph,
     ValueRef,
     ancestors,
@@ -402,8 +403,15 @@ class _Merger:
         # Value of a buffer in the step -> its new value.
         updates = {}
         for buffer in step.buffers:
-            if buffer.update is not None:
-                updates[buffer.value] = self._merged_ref(buffer.update, of_ranks)
+            if buffer.update is None:
+                continue
+            # DDP sends buffers of rank 0 to all ranks, and no parameters.
+            if buffer.is_parameter and not self.state[buffer.update].is_same:
+                raise CaptureError(
+                    f"each rank changes parameter {buffer.name} by its own batch",
+                    "register it as a buffer",
+                )
+            updates[buffer.value] = self._merged_ref(buffer.update, of_ranks)
 
         leaving = {mean_loss.index, *(ref.index for ref in updates.values())}
         leaving.update(values_of(list(records.values())))
@@ -444,7 +452,7 @@ class _Merger:
             return self._merged_ref(ref.index, of_ranks)
 
         records = {}
-        for name in ("output", "logs", "metrics", "checks", "appended"):
+        for name in ("output", "logs", "metrics", "checks", "appended", "assigned"):
             records[name] = _map_refs(getattr(self.step, name), merged_ref)
         return records, of_ranks
 
@@ -524,7 +532,7 @@ def _map_refs(node: Any, fn: Callable[[ValueRef], ValueRef]) -> Any:
     def mapped(leaf: Any) -> Any:
         if isinstance(leaf, ValueRef):
             return fn(leaf)
-        if isinstance(leaf, LogRecord | MetricRecord | AppendRecord | Check):
+        if isinstance(leaf, LogRecord | MetricRecord | AppendRecord | SetRecord | Check):
             fields = {name: _map_refs(value, fn) for name, value in vars(leaf).items()}
             return replace(leaf, **fields)
         return leaf

@@ -5,9 +5,9 @@ initialization in the first call.
 import types
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol
 
-from torch import nn
+from torch import Tensor, nn
 
 from alpa_strategy.capture.kept_state import snapshots_in
 from alpa_strategy.capture.python_state import (
@@ -19,8 +19,8 @@ from alpa_strategy.capture.python_state import (
 )
 from alpa_strategy.capture.snapshots import Kind, NamesThatCount, OfData, Snapshot, take
 from alpa_strategy.errors import CaptureError
-from alpa_strategy.ir.graph import Place
 from alpa_strategy.ir.guards import MISSING
+from alpa_strategy.ir.places import Place
 
 _MEMBERS = ("_parameters", "_buffers", "_modules")
 
@@ -40,25 +40,49 @@ def _class_values(kind: type) -> dict[str, Any]:
     return values
 
 
+class ChangesOfStep(Protocol):
+    """The changes of attributes by one run of the step."""
+
+    # Label -> (namespace, name, value) of new numbers, texts, flags, hooks, if there are no other
+    # changes: they may be an initialization (`initialized`).
+    stored: dict[str, tuple[dict[str, Any], str, Any]]
+
+    # The locations of lists to which the step only appended.
+    grown: list[Place]
+
+    # Of attributes that every step sets to tensors of its own: location -> value.
+    assigned: dict[Place, Any]
+
+    # Of attributes that may be set to tensors in the first call only: label -> (namespace, name,
+    # value).
+    initial: dict[str, tuple[dict[str, Any], str, Any]]
+
+    # Attributes with tensors that one step leaves for the next: they must become inputs.
+    states: list[Place]
+
+    # Of `assigned`, those whose plain value the step has read before.
+    guarded: set[Place]
+
+    def is_of_data(self, tensor: Tensor) -> bool:
+        """Return as `OfData`."""
+
+
 @contextmanager
 def attributes_kept(
-    module: nn.Module,
-    stored: dict[str, Any],
-    appended: list[Place],
-    seen: set[int],
-    of_data: OfData = lambda _: False,
-) -> Iterator[None]:
+    module: nn.Module, of_step: ChangesOfStep, seen: set[int]
+) -> Iterator[list[Snapshot]]:
     """Undo changes of attributes of all submodules, and refuse a step that makes any.
 
     Captured, the step would not repeat them. Containers and objects in attributes are included,
-    with everything in them.
+    with everything in them. Not refused are those that `of_step.assigned` and `of_step.initial`
+    have at the end.
 
     Args:
-        stored: gets label -> (namespace, name, value) of new numbers, texts, flags and hooks, if
-            there are no other changes: they may be an initialization (`initialized`).
-        appended: gets the locations of lists to which the step only appended.
+        of_step: gets `stored` and `grown`.
         seen: gets the ids of the objects that are restored.
-        of_data: as of `Snapshot.changes`.
+
+    Yields:
+        The snapshots.
 
     Raises:
         CaptureError: the step makes other changes.
@@ -76,15 +100,21 @@ def attributes_kept(
         if id(child) not in metrics:
             snapshots += _snapshots_of(path, child, framework, seen)
     try:
-        yield
+        yield snapshots
     finally:
         changes = _Changes()
         for snapshot in snapshots:
-            changes.add(snapshot, appended, of_data)
+            changes.add(snapshot, of_step.grown, of_step.is_of_data)
             snapshot.restore()
-    if not changes.changed.keys() <= changes.initial.keys():
-        raise changed_attributes(changes.changed)
-    stored |= {label: changes.initial[label] for label in changes.changed}
+    assigned = {place.attribute for place in (*of_step.assigned, *of_step.states)}
+    initial = changes.initial | of_step.initial
+    changed = [label for label in changes.changed if label not in assigned]
+    if not initial.keys() >= set(changed):
+        raise changed_attributes(changed)
+    of_step.stored |= {label: initial[label] for label in changed}
+    # What the first call sets beside that may be set in it alone as well.
+    if changed:
+        of_step.stored |= of_step.initial
 
 
 def _snapshots_of(

@@ -15,7 +15,7 @@ import os
 import sys
 import types
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
@@ -41,13 +41,31 @@ from alpa_strategy.capture.python_state import (
 )
 from alpa_strategy.errors import CaptureError
 from alpa_strategy.ir import user_code
-from alpa_strategy.ir.graph import Place, StepGraph
+from alpa_strategy.ir.graph import StepGraph
 from alpa_strategy.ir.guards import MISSING, ValueGuard, at_counters
+from alpa_strategy.ir.places import OptimizerNumber, Place
 from alpa_strategy.ir.user_code import is_user_code, user_frame
 
-# (id of an object, attribute name) -> a function that returns the object. It returns None for an
-# object that the step made and that no longer exists.
-Reads = dict[tuple[int, str], Callable[[], Any]]
+
+class Reads(dict[tuple[int, str], Callable[[], Any]]):
+    """(id of an object, attribute name) -> a function that returns the object.
+
+    It returns None for an object that the step made and that no longer exists.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+
+        # Attributes of modules that were set.
+        self.written: set[tuple[int, str]] = set()
+
+        # Those that were read before they were set, if ever.
+        self.before_write: set[tuple[int, str]] = set()
+
+    def has_read_before(self, module: nn.Module, name: str) -> bool:
+        """Whether a module's attribute was read before it was set."""
+        return (id(module), name) in self.before_write
+
 
 # Py_TPFLAGS_HEAPTYPE and Py_TPFLAGS_IMMUTABLETYPE.
 _HEAP_TYPE = 1 << 9
@@ -61,7 +79,7 @@ def attribute_reads(module: nn.Module) -> Iterator[Reads]:
     """Collect every attribute that a module, or an object of a user's class, is asked for in the
     block.
     """
-    reads: Reads = {}
+    reads = Reads()
     thread = get_ident()
 
     def watching(kind: type) -> tuple[type, str, Any]:
@@ -75,6 +93,8 @@ def attribute_reads(module: nn.Module) -> Iterator[Reads]:
                 reads[id(self), name] = (
                     weakref.ref(self) if type(self).__weakrefoffset__ else lambda: self
                 )
+                if (id(self), name) not in reads.written:
+                    reads.before_write.add((id(self), name))
             value = original(self, name)
             if is_first and (isinstance(value, IOBase) or type(value).__module__ == "_csv"):
                 raise CaptureError(
@@ -94,17 +114,21 @@ def attribute_reads(module: nn.Module) -> Iterator[Reads]:
 
         return kind, "__getattribute__", read
 
+    def write(self: nn.Module, name: str, value: Any) -> None:
+        reads.written.add((id(self), name))
+        set_attribute(self, name, value)
+
     def variable(environment: Any, name: str) -> str:
         if user_code.asked_by_user(sys._getframe(1)):  # torch's own are its caches' and switches
             reads[id(environment), name] = lambda: environment
         return environment_item(environment, name)
 
+    set_attribute = nn.Module.__setattr__
     environment_item = type(os.environ).__getitem__
     # On the classes and not by swapping those of objects: `type(module)` stays what the user's code
     # expects.
-    with patched(
-        [*map(watching, _watched_classes(module)), (type(os.environ), "__getitem__", variable)]
-    ):
+    patches = [*map(watching, _watched_classes(module)), (nn.Module, "__setattr__", write)]
+    with patched([*patches, (type(os.environ), "__getitem__", variable)]):
         yield reads
 
 
@@ -172,7 +196,7 @@ def _can_be_changed(kind: type) -> bool:
 
 
 def attribute_guards(
-    module: nn.Module, reads: Reads, appended: Collection[Place]
+    module: nn.Module, reads: Reads, changing: Collection[Place]
 ) -> tuple[ValueGuard, ...]:
     """Return guards on the attributes in `reads`, with their current values.
 
@@ -181,7 +205,8 @@ def attribute_guards(
     guarded by identity, parents before children; other objects come last.
 
     Args:
-        appended: lists to which the step only appends. They and their items are not guarded.
+        changing: attributes that the step sets, and lists to which it only appends. They and their
+            items are not guarded.
     """
     guards: dict[tuple[int, str], ValueGuard] = {}
     # id of a submodule -> (its number, its path).
@@ -212,7 +237,7 @@ def attribute_guards(
                 submodules = ValueGuard(label, "_modules", vars(owner), {**modules})
                 guards.setdefault((identity, "_modules"), submodules)
 
-        if name in skipped or Place(prefix, name) in appended:
+        if name in skipped or Place(prefix, name) in changing:
             continue
         guard = _attribute_guard(owner, name, f"{prefix}.{name}".lstrip("."))
         if guard is not None:
@@ -482,26 +507,36 @@ def numbers_now(places: Collection[Place], module: nn.Module, batch: Any) -> dic
 
 @contextmanager
 def counters_for(
-    module: nn.Module, places: Sequence[Place], counter: Callable[[Any, str], Any]
-) -> Iterator[None]:
+    module: nn.Module,
+    places: Sequence[Place],
+    counter: Callable[[Any, str], Any],
+    assigned: Container[Place] = (),
+) -> Iterator[Mapping[Place, Any]]:
     """Replace the attributes at `places` by counters in the block.
 
     Args:
         counter: (number, label) -> the counter.
+        assigned: those that the block may set.
+
+    Yields:
+        Location -> the counter.
 
     Raises:
-        CaptureError: the block sets one of them.
+        CaptureError: the block sets another one.
     """
-    attributes = [place for place in places if place.leaf is None]
+    attributes = []
+    for place in places:
+        if place.leaf is None and not isinstance(place, OptimizerNumber):
+            attributes.append(place)
     patches = []
     for place in attributes:
         holder = place.holder(module)
         patches.append((holder, place.item, counter(holder[place.item], str(place))))
     with patched(patches):
-        yield
+        yield dict(zip(attributes, [stand_in for _, _, stand_in in patches], strict=True))
         changed = []
         for place, (holder, item, stand_in) in zip(attributes, patches, strict=True):
-            if holder.get(item) is not stand_in:
+            if holder.get(item) is not stand_in and place not in assigned:
                 changed.append(str(place))
         if changed:
             raise module_state.changed_attributes(changed)
@@ -529,6 +564,7 @@ def is_same_step(one: StepGraph, other: StepGraph, numbers: Mapping[str, Any]) -
 
     def as_now(step: StepGraph) -> str:
         ops = tuple(replace(op, call=at_counters(op.call, numbers)) for op in step.ops)
-        return replace(step, ops=ops, output=None, logs=(), metrics=(), appended=()).graph_digest
+        bare = replace(step, ops=ops, output=None, logs=(), metrics=(), appended=(), assigned=())
+        return bare.graph_digest
 
     return as_now(one) == as_now(other)

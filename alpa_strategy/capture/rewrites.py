@@ -400,3 +400,11 @@ def _with_metas(op: Op, values: Sequence[TensorMeta]) -> Op:
     operands = tuple(values[value] for value in op.operands)
     results = tuple(values[value] for value in op.results)
     return replace(op, call=replace(op.call, operands=operands, results=results))
+
+
+def with_dense_gradients(target: torch._ops.OpOverload, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return positional arguments with `sparse=False`: reductions support dense gradients only."""
+    dense = []
+    for argument, value in zip(target._schema.arguments, args, strict=False):
+        dense.append(False if argument.name == "sparse" else value)
+    return tuple(dense)

@@ -31,8 +31,8 @@ from alpa_strategy.capture.python_state import (
     is_user_class,
     put,
 )
-from alpa_strategy.ir.graph import Place
 from alpa_strategy.ir.guards import MISSING
+from alpa_strategy.ir.places import Place
 
 OfData = Callable[[Tensor], bool]
 

@@ -10,7 +10,7 @@ import logging
 import operator
 import random
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -19,21 +19,26 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, fx, nn
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    FakeTensorMode,
-)
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 from torch.utils import _pytree as pytree
 
 from alpa_strategy.capture import python_reads
+from alpa_strategy.capture.attribute_writes import note_writes
+from alpa_strategy.capture.batch_leaves import (
+    have_common_size,
+    overlapping,
+    same_tensors,
+    size_of_batch,
+)
+from alpa_strategy.capture.clear_errors import clear_errors
 from alpa_strategy.capture.communication import check_no_collectives
 from alpa_strategy.capture.data_branches import ConstantValues
 from alpa_strategy.capture.fake_question import fake_only_if
 from alpa_strategy.capture.intercept import Recording, recording
 from alpa_strategy.capture.kept_state import restored
 from alpa_strategy.capture.lightning_adapter import LightningModule, takes_batch_idx
+from alpa_strategy.capture.module_state import changed_attributes
 from alpa_strategy.capture.non_tensor_inputs import (
     UnreadLeaf,
     index_of,
@@ -43,13 +48,15 @@ from alpa_strategy.capture.non_tensor_inputs import (
 )
 from alpa_strategy.capture.python_state import patched, snapshot, standing_in
 from alpa_strategy.capture.snapshots import Kind, take
+from alpa_strategy.capture.state_tensors import StateInputs
 from alpa_strategy.capture.symbolic_scalars import FunctionsRequested, StepCounter
 from alpa_strategy.capture.tracer_mode import TracerMode
-from alpa_strategy.errors import AlpaError, CaptureError
-from alpa_strategy.ir.graph import BatchInput, BufferInput, LeafRef, ParameterInput, Place, ValueRef
+from alpa_strategy.errors import CaptureError
+from alpa_strategy.ir.graph import BatchInput, BufferInput, LeafRef, ParameterInput, ValueRef
 from alpa_strategy.ir.guards import ValueGuard
 from alpa_strategy.ir.op import TensorMeta
-from alpa_strategy.ir.user_code import reached_functions, user_line
+from alpa_strategy.ir.places import Place
+from alpa_strategy.ir.user_code import reached_functions
 
 # `value` is the index among the traced function's arguments.
 TracedInput = ParameterInput | BufferInput | BatchInput
@@ -85,6 +92,12 @@ class Trace:
     # The module's parameters and buffers, in the order of the first inputs.
     module_tensors: tuple[Tensor, ...] = ()
 
+    # Indices of the batch leaves of whose memory another leaf has a part.
+    overlapping_leaves: frozenset[int] = frozenset()
+
+    # As of `StepCall`.
+    state: frozenset[str] | None = None
+
 
 @dataclass(frozen=True)
 class StepCall:
@@ -106,6 +119,12 @@ class StepCall:
 
     # Numbers that change between steps.
     numbers: tuple[Place, ...] = ()
+
+    # Attributes with tensors that one step leaves for the next.
+    states: tuple[Place, ...] = ()
+
+    # Names of the parameters that are state of the step; None: those that it writes to.
+    state: frozenset[str] | None = None
 
     # Called with the batch instead of `module.training_step`, if given.
     step: Callable[[Any], Any] | None = None
@@ -160,7 +179,11 @@ class _Tracing:
         self.device = _capture_device(call.module, call.context)
         self.leaves, self.batch_spec = pytree.tree_flatten(call.batch)
         self.batched = have_common_size(self.leaves)
-        self.batch_size = _batch_size(self.leaves, self.batched)
+        self.batch_size = size_of_batch(self.leaves, self.batched)
+        self.states = StateInputs(call.module, call.states)
+
+        # Leaf -> the first leaf that is the same tensor. Calls of submodules keep their inputs.
+        self.same = {} if call.step else same_tensors(self.leaves)
         self.names = names_by_tensor(call.module)
 
         # Node -> (path of the submodule, the user's line).
@@ -177,12 +200,16 @@ class _Tracing:
         # Constants of the step are real tensors.
         mode = FakeTensorMode(allow_non_fake_inputs=True)
         with mode:
-            inputs, fakes = _fake_inputs(self.names, self.leaves, self.batched, self.device)
+            inputs, fakes = _fake_inputs(
+                self.names, *self._tensors_of_step(), self.device, self.same
+            )
         self.inputs = inputs
 
         with (
             recording(module, self.device, call.appended, call.namespaces) as record,
-            python_reads.counters_for(module, call.numbers, record.counter),
+            python_reads.counters_for(
+                module, call.numbers, record.counter, record.assigned
+            ) as stand_ins,
             # It logs tracebacks of ops that are only tried.
             patched([(vars(logging.getLogger("torch._subclasses.fake_tensor")), "disabled", True)]),
             generators_kept(),
@@ -192,6 +219,7 @@ class _Tracing:
             torch.enable_grad(),
         ):
             self.record = record
+            self.stand_ins = stand_ins
             self.buffers = {}
             for entry in inputs:
                 if isinstance(entry, BufferInput):
@@ -205,6 +233,9 @@ class _Tracing:
             # After the trace: while it runs, ops must see plain numbers.
             record.numbers.put()
 
+        if call.step is not None and (record.assigned or record.states):
+            places = (*record.assigned, *record.states)
+            raise changed_attributes(place.attribute for place in places)
         record.attributes = self._attribute_guards()
         return Trace(
             module_graph,
@@ -216,6 +247,8 @@ class _Tracing:
             self.batch_size,
             self._read_leaves(),
             tuple(tensor for tensor, _ in self.names),
+            overlapping(self._tensors_of_step()[0]),
+            call.state,
         )
 
     def _run(self, *tensors: Tensor) -> list[Tensor]:
@@ -229,10 +262,12 @@ class _Tracing:
         of_module = {}
         for (tensor, _), fake in zip(self.names, tensors, strict=False):
             of_module[tensor] = fake
-        batch = self._batch(tensors[len(self.names) :])
+        remaining = iter(tensors[len(self.names) :])
+        batch = self._batch(remaining)
 
         with (
             standing_in(module, of_module),
+            self.states.standing_in(remaining),
             self.call.context(),
             TracerMode(module, self.origins, self.device, self.known, record),
             fake_only_if(self.known.is_unknown),
@@ -247,6 +282,18 @@ class _Tracing:
             record.traced_by(get_proxy_mode(), self.buffers)
             _check_added(module, self.call.batch, batch)
             self.reads = reads
+            in_module = tensors[: len(self.names)]
+            known = self.known.value_of
+            note_writes(
+                module,
+                record,
+                record.snapshots,
+                reads,
+                in_module,
+                known,
+                self.stand_ins,
+                self.states,
+            )
             after = _module_inputs(module, self.inputs)
             reassigned = _reassigned_buffers(before, after, self.inputs)
 
@@ -257,18 +304,28 @@ class _Tracing:
             "buffers": reassigned,
             "checks": record.checks,
             "appended": [appended._items for appended in record.appended.values()],
+            "assigned": list(record.assigned.values()),
         }
         outputs: list[Tensor] = []
         self.results = pytree.tree_map(partial(_placeholder, outputs), results)
         return outputs
 
-    def _batch(self, tensors: Sequence[Tensor]) -> Any:
-        """Return the step's batch: `tensors`, and the other leaves with or without their values."""
-        remaining = iter(tensors)
+    def _tensors_of_step(self) -> tuple[list[Any], tuple[bool, ...]]:
+        """Return the leaves of the batch, then of states; and for every tensor, whether it has the
+        batch's size.
+        """
+        states = self.states.leaves
+        num_states = sum(isinstance(leaf, Tensor) for leaf in states)
+        return [*self.leaves, *states], (*self.batched, *[False] * num_states)
+
+    def _batch(self, tensors: Iterator[Tensor]) -> Any:
+        """Return the step's batch: the next `tensors`, and other leaves with values or without."""
         leaves: list[Any] = []
         for index, leaf in enumerate(self.leaves):
-            if isinstance(leaf, Tensor):
-                leaves.append(next(remaining))
+            if self.same.get(index, index) != index:
+                leaves.append(leaves[self.same[index]])
+            elif isinstance(leaf, Tensor):
+                leaves.append(next(tensors))
             elif index in self.changing:
                 leaves.append(self.record.counter(leaf, self.changing[index]))
             elif may_be_unread(leaf) and index not in self.read:
@@ -292,13 +349,16 @@ class _Tracing:
         """Return guards on all values that the step's Python read, besides counters and leaves."""
         module = self.module
         record = self.record
-        attributes = python_reads.attribute_guards(module, self.reads, record.appended)
+        changing = {*record.appended, *record.assigned, *self.call.states}
+        changing -= {*self.call.numbers, *record.guarded}
+        attributes = python_reads.attribute_guards(module, self.reads, changing)
         # A snapshot equals its buffer until that is replaced or changed in place.
         buffers = {}
         for name in sorted(self.known.asked_buffers):
             buffers[name] = snapshot(module.get_buffer(name))
         return (
             *python_reads.freed(attributes, self.call.numbers),
+            *self.states.guards(),
             *python_reads.guards_at(module, buffers),
             *python_reads.global_guards(module, self.reads),
             *python_reads.guards_at(module._trainer, record.trainer_reads, "trainer."),
@@ -343,10 +403,14 @@ def _fake_inputs(
     leaves: list[Any],
     rows_flags: tuple[bool, ...],
     device: torch.device,
+    same: Mapping[int, int],
 ) -> tuple[list[TracedInput], list[Tensor]]:
     """Return the inputs of the traced function, and a fake tensor for each.
 
-    These are parameters and buffers in the order of `names`, then the batch's tensors.
+    These are parameters and buffers in the order of `names`, then the batch's tensors, each once.
+
+    Args:
+        same: leaf -> the first leaf that is the same tensor.
     """
     inputs: list[TracedInput] = []
     fakes: list[Tensor] = []
@@ -370,6 +434,8 @@ def _fake_inputs(
                 f"the batch holds a tensor of layout {leaf.layout}", "let it hold dense ones"
             )
         is_batched = next(flags)
+        if same.get(index, index) != index:
+            continue
         shape = tuple(leaf.shape)
         fakes.append(
             torch.empty(shape, dtype=leaf.dtype, device=device, requires_grad=leaf.requires_grad)
@@ -458,38 +524,6 @@ def _capture_device(
     return torch.device("cuda", torch.cuda.current_device()) if is_cuda else torch.device("cpu")
 
 
-def have_common_size(leaves: Sequence[Any]) -> tuple[bool, ...]:
-    """Return, for every tensor leaf of a batch, whether its size(0) is the most frequent one.
-
-    Among equally frequent ones, that of the first leaf counts. These are the leaves that
-    micro-batches try to split. No number depends on it: the walk over the ops proves each split
-    (microbatch/states.py).
-    """
-    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-    sizes = [leaf.size(0) for leaf in tensors if leaf.ndim >= 1]
-    batch_size = max(sizes, key=sizes.count, default=0)
-    has_batch_dim = []
-    for leaf in tensors:
-        has_batch_dim.append(leaf.ndim >= 1 and leaf.size(0) == batch_size)
-    return tuple(has_batch_dim)
-
-
-def _batch_size(leaves: list[Any], rows_flags: tuple[bool, ...]) -> int:
-    """Return the number of samples of the first leaf with a batch dim.
-
-    Raises:
-        CaptureError: there is no such leaf.
-    """
-    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-    sizes = [leaf.size(0) for leaf, is_rows in zip(tensors, rows_flags, strict=True) if is_rows]
-    if not sizes:
-        raise CaptureError(
-            "the batch holds no tensor with a batch dim",
-            "let the loader yield tensors with one row per sample",
-        )
-    return sizes[0]
-
-
 def _owner_of(method: Any) -> Any:
     """Return the object of a bound method."""
     return method.__self__
@@ -534,58 +568,3 @@ def uncompiled() -> Iterator[None]:
         torch._dynamo.config.patch(error_on_nested_fx_trace=False),
     ):
         yield
-
-
-# Text in torch's error about code that cannot be traced -> (the problem, what to do).
-_CLEARER = {
-    StepCounter.__name__: (
-        "a number made of batch_idx, global_step or current_epoch stands where torch takes numbers"
-        " only",
-        "use it element by element (`beta * x`), or write int(self.current_epoch); keep others in a"
-        " registered buffer that the step updates",
-    ),
-    "TorchScript": (
-        "TorchScript does not show its ops",
-        "leave out torch.jit.script and trace (torch.compile may stay)",
-    ),
-    ".numpy() is not supported": (
-        "a tensor is turned into a numpy array",
-        "use torch functions in the step, or do it in a callback or hook",
-    ),
-}
-
-
-@contextmanager
-def clear_errors() -> Iterator[None]:
-    """Turn the errors of code that cannot be traced into CaptureErrors with the user's line.
-
-    Errors of the user's own code pass unchanged.
-    """
-    try:
-        yield
-    except DataDependentOutputException as error:
-        raise CaptureError(
-            "training_step cannot be captured: a tensor's value is needed by Python (a branch on"
-            " it, .item(), .tolist(), int() or float())\n"
-            f"  at {user_line(error.__traceback__)}",
-            "torch.where chooses between values, register_buffer keeps state, callbacks and hooks"
-            " may look at numbers",
-        ) from error
-    except DynamicOutputShapeException as error:
-        raise CaptureError(
-            "training_step cannot be captured: the shape of a tensor depends on its data"
-            f" ({error.func})\n"
-            f"  at {user_line(error.__traceback__)}",
-            "keep shapes fixed: multiply by a mask or use torch.where instead of selecting rows, do"
-            " not pack",
-        ) from error
-    except AlpaError:
-        raise
-    except (RuntimeError, TypeError) as error:
-        for text, (problem, fix) in _CLEARER.items():
-            if text in str(error):
-                line = user_line(error.__traceback__)
-                raise CaptureError(
-                    f"training_step cannot be captured: {problem}\n  at {line}", fix
-                ) from error
-        raise

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
+from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
@@ -18,8 +19,10 @@ from alpa_strategy.capture.data_branches import (
     passing_answer,
     raised_where_not,
 )
+from alpa_strategy.capture.graph_builder import storages_of
 from alpa_strategy.capture.intercept import Recording
 from alpa_strategy.capture.ops import ctc_replacement, grouped_mm_replacement
+from alpa_strategy.capture.outside_tensors import OutsideTensors
 from alpa_strategy.capture.symbolic_scalars import StepCounter, alike
 from alpa_strategy.errors import CaptureError
 from alpa_strategy.ir.user_code import user_frame, user_position
@@ -49,12 +52,14 @@ class TracerMode(TorchFunctionMode):
         record: Recording,
     ) -> None:
         super().__init__()
+        self.module = module
         self.record = record
         self.device, self.known = device, known
         self.origins = origins
         # The first name of a shared submodule wins.
         self.paths = {id(child): name for name, child in reversed(list(module.named_modules()))}
         self.stack = [""]
+        self.outside = OutsideTensors()
 
     def _truth(self, tensor: Tensor) -> bool:
         """`bool(tensor)`, also inside functions of torch, which the mode does not see into."""
@@ -84,6 +89,7 @@ class TracerMode(TorchFunctionMode):
         for hook in self.hooks:
             hook.remove()
         del Tensor.__bool__, Tensor.requires_grad  # torch's own are the base class's
+        self.outside.restore()
         super().__exit__(*exc)
 
     def _enter_module(self, module: nn.Module, args: Any) -> None:
@@ -91,10 +97,10 @@ class TracerMode(TorchFunctionMode):
         the step.
 
         Raises:
-            CaptureError: it is a BatchNorm with a cumulative average.
+            CaptureError: it is an InstanceNorm with a cumulative average.
         """
-        norm = isinstance(module, nn.modules.batchnorm._NormBase)
-        if norm and module.momentum is None and module.training and module.track_running_stats:
+        is_norm = isinstance(module, _NormBase) and not isinstance(module, _BatchNorm)
+        if is_norm and module.momentum is None and module.training and module.track_running_stats:
             raise CaptureError(
                 f"{type(module).__name__} {self.paths.get(id(module), '')} has momentum=None: a"
                 " cumulative average "
@@ -120,6 +126,7 @@ class TracerMode(TorchFunctionMode):
         if any(type(arg) is StepCounter for arg in leaves):
             return self._with_counters(func, types, args, kwargs or {})
         _refuse_functions_of_functions(func, args, kwargs or {})
+        self.outside.keep(func, leaves, kwargs or {})
         self._check_device(func, args, kwargs or {})
         answer = self.known.answer(func, args, kwargs or {})
         if answer is not UNKNOWN:
@@ -217,11 +224,25 @@ class TracerMode(TorchFunctionMode):
         if func == _DATA:
             return args[0].detach()
         if func == _SET_DATA:
+            return self._set_data(*args)
+        return func(*args, **kwargs)
+
+    def _set_data(self, tensor: Tensor, value: Tensor) -> None:
+        """Write `value` into a parameter: `parameter.data = value`.
+
+        Raises:
+            CaptureError: `tensor` is no parameter, or would share memory with another one, or has
+                another shape or dtype.
+        """
+        is_like = value.shape == tensor.shape and value.dtype == tensor.dtype
+        shared = storages_of(value) & storages_of([*self.module.parameters()])
+        if not isinstance(tensor, nn.Parameter) or not is_like or shared:
             raise CaptureError(
                 f"the step assigns the `.data` of a tensor ({user_frame()})",
                 "write into the tensor: x.copy_(y)",
             )
-        return func(*args, **kwargs)
+        with torch.no_grad():
+            self.__torch_function__(Tensor.copy_, (), (tensor, value))
 
     def _check_device(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Fake tensors of a device that this build does not have would end the process when

@@ -17,10 +17,11 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from alpa_strategy.capture.batch_leaves import have_common_size
 from alpa_strategy.capture.capture import convert
 from alpa_strategy.capture.python_state import requiring_grad
 from alpa_strategy.capture.rewrites import segment_fused_linears
-from alpa_strategy.capture.trace import StepCall, have_common_size, trace_step
+from alpa_strategy.capture.trace import StepCall, trace_step
 from alpa_strategy.errors import CaptureError, PlanError
 from alpa_strategy.ir.graph import StepGraph, values_of
 from alpa_strategy.ir.optimizer_info import OptimizerInfo

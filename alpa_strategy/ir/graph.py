@@ -14,12 +14,13 @@ from functools import cached_property, partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from alpa_strategy.ir.guards import Guard, ValueGuard
 from alpa_strategy.ir.of_ranks import OfRanks
 from alpa_strategy.ir.op import OpCall, TensorMeta
+from alpa_strategy.ir.places import Place
 
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 
@@ -93,6 +94,10 @@ class BufferInput:
     # The value that is written back after the step, if any. Each rank writes the value of its own
     # batch if it is among `StepGraph.of_ranks`.
     update: int | None = None
+
+    # Whether it is a parameter of the module: one that only the step changes (the teacher that
+    # follows a student), and no optimizer.
+    is_parameter: bool = False
 
 
 @dataclass(frozen=True)
@@ -223,61 +228,6 @@ def tensor_digest(tensor: Tensor) -> str:
 
 
 @dataclass(frozen=True)
-class Place:
-    """The location of a Python value that steps change.
-
-    It is an attribute of a submodule, an item of a dict that is such an attribute, or a leaf of the
-    batch.
-    """
-
-    # Path of the submodule.
-    path: str
-
-    # Name of the attribute; of a leaf, its name in messages.
-    name: str
-
-    # Key of the item, if the attribute is a dict.
-    key: str | int | None = None
-
-    # Index of the leaf.
-    leaf: int | None = None
-
-    @property
-    def attribute(self) -> str:
-        """The attribute with its path, as guards name it."""
-        return f"{self.path}.{self.name}".lstrip(".")
-
-    @property
-    def item(self) -> Any:
-        """The key of the value in `holder`."""
-        return self.name if self.key is None else self.key
-
-    def __str__(self) -> str:
-        if self.leaf is not None:
-            return self.name
-        if self.key is not None:
-            return f"self.{self.attribute}[{self.key!r}]"
-        return f"self.{self.attribute}"
-
-    def holder(self, module: nn.Module) -> dict[Any, Any]:
-        """Return the dict that stores the value: the submodule's `__dict__`, or the attribute."""
-        attributes = vars(module.get_submodule(self.path))
-        return attributes if self.key is None else attributes[self.name]
-
-    def value(self, module: nn.Module, leaves: Sequence[Any] = ()) -> Any:
-        """Return the current value.
-
-        Args:
-            leaves: those of the batch.
-        """
-        if self.leaf is not None:
-            return leaves[self.leaf]
-        # The attribute may be one of the class.
-        attribute: Any = getattr(module.get_submodule(self.path), self.name, None)
-        return attribute if self.key is None else attribute.get(self.key)
-
-
-@dataclass(frozen=True)
 class AppendRecord:
     """The items that one step appends to a list, or the tensor that it writes into its batch."""
 
@@ -288,16 +238,27 @@ class AppendRecord:
     items: tuple[Any, ...]
 
 
+@dataclass(frozen=True)
+class SetRecord:
+    """An attribute that one step sets (`self.aux_loss = loss`)."""
+
+    # Location of the attribute.
+    place: Place
+
+    # A structure with ValueRefs, LeafRefs, CounterRefs and plain values.
+    value: Any
+
+
 def values_of(node: Any) -> tuple[int, ...]:
     """Return the value indices in an output structure or in records, in order, each once.
 
-    Records are those of logs, metrics, lists and checks.
+    Records are those of logs, metrics, lists, attributes and checks.
     """
     indices: dict[int, None] = {}
     for leaf in pytree.tree_leaves(node):
         if isinstance(leaf, ValueRef):
             indices[leaf.index] = None
-        elif isinstance(leaf, LogRecord | MetricRecord | AppendRecord | Check):
+        elif isinstance(leaf, LogRecord | MetricRecord | AppendRecord | SetRecord | Check):
             indices |= dict.fromkeys(values_of(list(vars(leaf).values())))
     return tuple(indices)
 
@@ -363,6 +324,10 @@ class StepGraph:
     # counters, named by their labels.
     numbers: tuple[Place, ...] = ()
 
+    # Attributes with tensors that one step leaves for the next. Their leaves are inputs, and follow
+    # those of the batch.
+    states: tuple[Place, ...] = ()
+
     # Conditions that must hold after the step.
     checks: tuple[Check, ...] = ()
 
@@ -371,6 +336,9 @@ class StepGraph:
 
     # Items that the step appends to lists of the module.
     appended: tuple[AppendRecord, ...] = ()
+
+    # Attributes of modules that the step sets, each time to another value.
+    assigned: tuple[SetRecord, ...] = ()
 
     # (value index, how it holds the ranks' values) of values that leave the step. All others that
     # leave it are the same on every rank.
@@ -427,6 +395,7 @@ class StepGraph:
             metrics=(),
             checks=(),
             appended=(),
+            assigned=(),
             loss=loss,
             of_ranks=(),
             loss_of_ranks=-1,
@@ -498,7 +467,7 @@ class StepGraph:
             readers = [op for op, _ in self.consumers.get(value, ())]
             last[value] = max(readers, default=-1)
 
-        for record in (*self.logs, *self.metrics, *self.appended):
+        for record in (*self.logs, *self.metrics, *self.appended, *self.assigned):
             computed = [value for value in values_of(record) if value in maker]
             read_at = max((maker[value] for value in computed), default=-1)
             for value in computed:
@@ -514,7 +483,7 @@ class StepGraph:
         leaving = {buffer.update for buffer in self.buffers if buffer.update is not None}
         if self.loss >= 0:
             leaving.add(self.loss)
-        records = (self.output, self.appended, self.logs, self.metrics, self.checks)
+        records = (self.output, self.appended, self.assigned, self.logs, self.metrics, self.checks)
         leaving.update(values_of(records))
         return tuple(sorted(leaving))
 
@@ -554,6 +523,8 @@ class StepGraph:
         # differ between processes.
         results = (self.loss, self.output, self.logs, self.metrics, self.checks, self.appended)
         lines.append(stable_text(results))
+        if self.assigned:
+            lines.append(stable_text(self.assigned))
         lines.append(str([(b.value, b.name, b.update) for b in self.buffers]))
         lines.append(str([(c.value, c.digest) for c in self.constants]))
         if self.of_ranks:

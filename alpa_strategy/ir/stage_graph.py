@@ -33,7 +33,7 @@ def slice_stage(step: StepGraph, first: int, last: int) -> StepGraph:
 
     records: dict[str, Any] = {
         name: tuple(record for record in getattr(step, name) if is_home(values_of(record)))
-        for name in ("logs", "metrics", "appended", "checks")
+        for name in ("logs", "metrics", "appended", "assigned", "checks")
     }
     output = _keep(step.output, lambda value: is_home((value,)))
     updates = set()

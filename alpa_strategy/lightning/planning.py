@@ -35,9 +35,10 @@ from alpa_strategy.errors import (
     UnlikeStepsError,
 )
 from alpa_strategy.hook_points import HOST_ALLOCATOR
-from alpa_strategy.ir.graph import Place, StepGraph, stable_text
+from alpa_strategy.ir.graph import StepGraph, stable_text
 from alpa_strategy.ir.op import OpCall
 from alpa_strategy.ir.optimizer_info import OptimizerInfo
+from alpa_strategy.ir.places import Place
 from alpa_strategy.ir.plan import Fingerprint, ParameterPlan, Plan, StagePlan, modes_text
 from alpa_strategy.ir.user_code import user_line
 from alpa_strategy.lightning.digests import SameBatchCheck
@@ -68,7 +69,12 @@ LIKELY_COUNTS = 3
 
 
 def capture(
-    module: Any, batch: Any, batch_idx: int, job: Job, numbers: tuple[Place, ...] = ()
+    module: Any,
+    batch: Any,
+    batch_idx: int,
+    job: Job,
+    numbers: tuple[Place, ...] = (),
+    state: frozenset[str] | None = None,
 ) -> StepGraph:
     """Capture the training step on every rank and check that all captured the same. Collective.
 
@@ -81,6 +87,7 @@ def capture(
         batch_idx: its index in the epoch.
         job: the job.
         numbers: numbers that changed since the last capture, to become inputs of the step.
+        state: as of `capture_step`.
 
     Raises:
         CaptureError: the step cannot be captured.
@@ -94,6 +101,7 @@ def capture(
         batch_scope=job.options.rows,
         batch_idx=batch_idx,
         context=job.context,
+        state=state,
     )
 
     def capture_on_this_rank() -> StepGraph:

@@ -18,6 +18,7 @@ from typing_extensions import override
 
 from alpa_strategy.capture.non_tensor_inputs import leaves_hold
 from alpa_strategy.capture.python_reads import changed_numbers, numbers_now
+from alpa_strategy.capture.state_tensors import state_leaves
 from alpa_strategy.comm.collectives import (
     RankZero,
     all_gather_object,
@@ -29,8 +30,9 @@ from alpa_strategy.cost.host import with_host
 from alpa_strategy.display.plan_words import rates_text
 from alpa_strategy.display.table import measured_line
 from alpa_strategy.errors import CaptureError, PlanError, RuntimeMismatchError
-from alpa_strategy.ir.graph import BufferInput, Place, StepGraph
+from alpa_strategy.ir.graph import BufferInput, StepGraph
 from alpa_strategy.ir.guards import changed_value
+from alpa_strategy.ir.places import Place
 from alpa_strategy.ir.plan import Predicted
 from alpa_strategy.lightning import step_effects
 from alpa_strategy.lightning.checks import has_own_hooks
@@ -114,6 +116,8 @@ class Run(ShardedRun):
         with fused(self._to_fuse):
             info = inspect_optimizer(inputs.optimizers, module)
         step = capture(module, batch, batch_idx, job)
+        # Parameters that the step itself changes: every later one has them as buffers too.
+        self._state = frozenset(buffer.name for buffer in step.buffers if buffer.is_parameter)
         if replica is not None and len(set(all_gather_object(step.parameter_digest))) > 1:
             raise RuntimeMismatchError(
                 "the replicas' first batches use other parameters of the module",
@@ -168,6 +172,7 @@ class Run(ShardedRun):
         self._measure()
         key, leaves = keyed_leaves(batch)
         captured, counters = self._captured_step(key, batch, batch_idx, buffers_changed)
+        leaves = [*leaves, *state_leaves(self.module, captured.step.states)]
         # With `batch_scope="global"` all ranks must load the same batch.
         is_global = captured.step.batch_scope == "global"
         if is_global:
@@ -197,6 +202,7 @@ class Run(ShardedRun):
                 self.module, step, values, leaves, counters, self.metrics
             )
         step_effects.append_to_lists(self.module, step, values, leaves, counters)
+        step_effects.set_attributes(self.module, step, values, leaves, counters)
         step_effects.write_batch(step, values, leaves)
         # As under DDP, buffers are rank 0's from step to step, and each rank's own between the
         # batches of an accumulated step.
@@ -301,9 +307,8 @@ class Run(ShardedRun):
             return known[index], counters
         self._check_may_capture(known, batch, changed)
         with shapes_only(self.store):
-            step = capture(
-                self.module, batch, batch_idx, self._job, self._changing_numbers(known, batch)
-            )
+            changing = self._changing_numbers(known, batch)
+            step = capture(self.module, batch, batch_idx, self._job, changing, self._state)
         program = next(
             (
                 earlier.program

@@ -7,6 +7,7 @@ A key is made of every batch, so the usual containers are walked here, some time
 from collections.abc import Hashable
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
@@ -24,7 +25,26 @@ def shape_key(batch: Any) -> Hashable:
 def keyed_leaves(batch: Any) -> tuple[Hashable, list[Any]]:
     """`shape_key(batch)`, and the batch's leaves in the order of `pytree.tree_leaves`."""
     leaves: list[Any] = []
-    return _key(batch, leaves), leaves
+    key = _key(batch, leaves)
+    shared = _shared_memory(leaves)
+    return (key, shared) if shared else key, leaves
+
+
+def _shared_memory(leaves: list[Any]) -> tuple[tuple[int, int], ...]:
+    """Return for each tensor the index of the first leaf that is the same one, and of the first
+    one on the same memory; nothing if all have memory of their own.
+    """
+    tensors = []
+    for leaf in leaves:
+        if isinstance(leaf, Tensor) and leaf.layout is torch.strided:
+            tensors.append(leaf)
+    same: dict[int, int] = {}
+    on_memory: dict[int, int] = {}
+    pattern = []
+    for index, tensor in enumerate(tensors):
+        first = same.setdefault(id(tensor), index)
+        pattern.append((first, on_memory.setdefault(tensor.untyped_storage()._cdata, index)))
+    return tuple(pattern) if len(on_memory) < len(tensors) else ()
 
 
 def _key(value: Any, leaves: list[Any]) -> Hashable:

@@ -77,6 +77,22 @@ def append_to_lists(
             )
 
 
+def set_attributes(
+    module: nn.Module,
+    step: StepGraph,
+    values: Mapping[int, Tensor],
+    leaves: Sequence[Any],
+    counters: Mapping[str, int],
+) -> None:
+    """Set the attributes of modules that the user's step would set."""
+    if not step.assigned:
+        return
+    detached = {index: value.detach() for index, value in values.items()}
+    for record in step.assigned:
+        attributes = record.place.holder(module)
+        attributes[record.place.item] = materialize_output(record.value, detached, leaves, counters)
+
+
 def without_writes(step: StepGraph, leaves: Sequence[Any]) -> Sequence[Any]:
     """Return the leaves of the batch with copies of those that the step writes in place.
 

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -108,8 +109,7 @@ def build_pipeline(
         if mesh is None:
             continue
         program, per_step = _program(index, graph, stage, places, stores[index])
-        buffers: dict[str, Any] = {COUNTERS: {}}
-        buffers |= {b.name: module.get_buffer(b.name) for b in stage_graph.buffers}
+        buffers = {COUNTERS: {}, **buffers_of(module, stage_graph)}
         names = _names_with_gradients(index, stage_graph, shared)
         local_stages[index] = LocalStage(
             program=program,
@@ -120,6 +120,15 @@ def build_pipeline(
             per_step=per_step,
         )
     return Pipeline(spec, local_stages, places.device, places.group)
+
+
+def buffers_of(module: nn.Module, step: StepGraph) -> dict[str, Any]:
+    """Return the module's buffers that a step has, by name; parameters among them detached."""
+    buffers: dict[str, Any] = {}
+    for buffer in step.buffers:
+        tensor = attrgetter(buffer.name)(module)
+        buffers[buffer.name] = tensor.detach() if buffer.is_parameter else tensor
+    return buffers
 
 
 def _names_with_gradients(

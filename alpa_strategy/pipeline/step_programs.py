@@ -15,7 +15,6 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
-from operator import attrgetter
 from typing import Any
 
 import torch
@@ -36,6 +35,7 @@ from alpa_strategy.microbatch.first_rank_buffers import with_first_rank_buffers
 from alpa_strategy.microbatch.transform import MicroStep, microbatch
 from alpa_strategy.pipeline.build import (
     StageDevices,
+    buffers_of,
     build_pipeline,
     is_gathered_at_use,
     stage_randoms,
@@ -377,7 +377,7 @@ def _has_updates_of_ranks(step: StepGraph) -> bool:
 
 def step_buffers(module: nn.Module, step: StepGraph, counters: Mapping[str, int]) -> dict[str, Any]:
     """Return the buffers of a program of `step`: the module's by name, and the counters."""
-    buffers: dict[str, Any] = {b.name: attrgetter(b.name)(module) for b in step.buffers}
+    buffers: dict[str, Any] = buffers_of(module, step)
     for name in step.kept_buffers:
         buffers[name] = buffers[name].clone()
     buffers[COUNTERS] = counters

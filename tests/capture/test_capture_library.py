@@ -59,6 +59,7 @@ def encoder(**kwargs: Any) -> nn.Module:
     ("function", "make"),
     [
         (on_rows, lambda: nn.BatchNorm1d(4).eval()),
+        (on_rows, lambda: nn.BatchNorm1d(4, momentum=None)),
         (on_rows, lambda: nn.BatchNorm1d(4, momentum=None).eval()),
         (on_rows, lambda: nn.BatchNorm1d(4, track_running_stats=False)),
         (on_images, lambda: nn.InstanceNorm1d(2, affine=True)),
@@ -109,7 +110,11 @@ def test_result_written_into_a_given_tensor() -> None:
 @pytest.mark.parametrize(
     ("function", "child", "message"),
     [
-        (on_rows, nn.BatchNorm1d(4, momentum=None), "momentum=None"),
+        (
+            on_images,
+            nn.InstanceNorm1d(2, track_running_stats=True, momentum=None),
+            "momentum=None",
+        ),
         (on_images, nn.InstanceNorm1d(2, track_running_stats=True), "running statistics"),
         (
             lambda self, x, y: (self.child(y) * x).sum(),

@@ -10,6 +10,7 @@ import torch
 from capture.test_globals_and_closures import Model, changed
 
 from alpa_strategy.capture.capture import capture_step
+from alpa_strategy.capture.python_reads import numbers_now
 from alpa_strategy.errors import CaptureError
 
 
@@ -113,3 +114,47 @@ def test_values_of_the_trainer_are_guarded() -> None:
     trainer.fit_loop._restarting = False
     trainer.should_stop = True
     assert "should_stop" in str(changed(model, step))
+
+
+def test_numbers_of_optimizers_are_inputs() -> None:
+    class Reads(Model):
+        def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+            group = self.optimizers().param_groups[0]
+            self.log("rate", group["lr"])
+            momentum = self.trainer.optimizers[0].param_groups[0].get("momentum")
+            return super().training_step(batch, batch_idx) * momentum
+
+    model = Reads()
+    trainer = of_a_trainer(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5)
+    trainer.optimizers = [optimizer]
+    step = capture_step(model, torch.randn(6, 4))
+    optimizer.param_groups[0]["lr"] = 0.05
+    assert numbers_now(step.numbers, model, None) == {
+        "optimizers[0].param_groups[0]['lr']": 0.05,
+        "optimizers[0].param_groups[0]['momentum']": 0.5,
+    }
+    assert changed(model, step) is None
+    assert str(step.logs[0].value) == "optimizers[0].param_groups[0]['lr']"
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda optimizer: optimizer.step(),
+        lambda optimizer: optimizer.state,
+        lambda optimizer: optimizer.param_groups[0]["params"],
+        lambda optimizer: optimizer.param_groups[0].update(lr=0.1),
+        lambda optimizer: optimizer.param_groups[0].__setitem__("lr", 0.1),
+    ],
+)
+def test_what_else_optimizers_have_is_refused(read: Any) -> None:
+    class Reads(Model):
+        def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+            read(self.optimizers())
+            return super().training_step(batch, batch_idx)
+
+    model = Reads()
+    of_a_trainer(model).optimizers = [torch.optim.SGD(model.parameters(), lr=0.1)]
+    with pytest.raises(CaptureError):
+        capture_step(model, torch.randn(6, 4))

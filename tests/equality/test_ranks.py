@@ -167,9 +167,8 @@ def test_four_ranks(pool, under_ddp, tmp_path, name):
         assert_same(run, reference, rank)
 
 
-# These run eagerly: BatchNorm with a cumulative average, weights that the step itself changes, and
-# a shape that depends on data.
-EAGER = ("ResidualNet", "MomentumQueue", "CentreLoss")
+# A shape that depends on data.
+EAGER = ("CentreLoss",)
 REFUSALS = {
     **{(name, plan): "capture" for name in EAGER for plan in ("stages", "microbatches")},
     # Edges [2, E] have no dim of samples.

@@ -129,6 +129,47 @@ class Episode(Program):
         return distance + z[0].norm() + z.sort(0).values[1].sum() + z.var(0).mean()
 
 
+class KeepsValues(Program):
+    """A layer that keeps its own loss, a teacher that follows, a count of calls, averages in plain
+    attributes, and a BatchNorm with a cumulative average.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8, momentum=None), nn.Tanh())
+        self.teacher, self.head = nn.Linear(8, 3), nn.Linear(8, 3)
+        self.teacher.requires_grad_(False)
+        self.calls = 0
+        self.mean: Tensor | None = None
+        self.scale = torch.ones(3)
+
+    example = staticmethod(pairs)
+
+    def features(self, x: Tensor) -> Tensor:
+        h = self.inner(x)
+        self.inner.penalty = h.square().mean()
+        return h
+
+    def loss(self, batch: Any) -> Tensor:
+        x, y = batch
+        self.calls += 1
+        h = self.features(x)
+        with torch.no_grad():
+            pairs_of = zip(self.teacher.parameters(), self.head.parameters(), strict=True)
+            for teacher, student in pairs_of:
+                teacher.data = teacher.data * 0.9 + student.data * 0.1
+            target = self.teacher(h).softmax(-1)
+        scores = self.head(h) - (0.0 if self.mean is None else self.mean)
+        self.mean = scores.detach().mean(0)
+        self.scale.mul_(0.9).add_(scores.detach().square().mean(0), alpha=0.1)
+        scores = scores / self.scale.sqrt()
+        distance = (scores.softmax(-1) - target).square().mean()
+        return F.cross_entropy(scores, y) + distance / self.calls + self.inner.penalty
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.log("penalty", self.inner.penalty.detach())
+
+
 class LoadBalancing(Program):
     """A mixture of experts whose auxiliary loss is a product of means over the rank's tokens."""
 
@@ -178,5 +219,6 @@ PROGRAMS = (
     MaskedTokens,
     Episode,
     LoadBalancing,
+    KeepsValues,
     Recurrent,
 )

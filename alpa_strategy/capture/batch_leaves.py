@@ -1,0 +1,66 @@
+"""The tensors of a batch: which have its size, and which share memory."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from alpa_strategy.capture.graph_builder import storages_of
+from alpa_strategy.errors import CaptureError
+
+
+def have_common_size(leaves: Sequence[Any]) -> tuple[bool, ...]:
+    """Return, for every tensor leaf of a batch, whether its size(0) is the most frequent one.
+
+    Among equally frequent ones, that of the first leaf counts. These are the leaves that
+    micro-batches try to split. No number depends on it: the walk over the ops proves each split
+    (microbatch/states.py).
+    """
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    sizes = [leaf.size(0) for leaf in tensors if leaf.ndim >= 1]
+    batch_size = max(sizes, key=sizes.count, default=0)
+    has_batch_dim = []
+    for leaf in tensors:
+        has_batch_dim.append(leaf.ndim >= 1 and leaf.size(0) == batch_size)
+    return tuple(has_batch_dim)
+
+
+def size_of_batch(leaves: Sequence[Any], rows_flags: Sequence[bool]) -> int:
+    """Return the number of samples of the first leaf with a batch dim.
+
+    Raises:
+        CaptureError: there is no such leaf.
+    """
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    sizes = [leaf.size(0) for leaf, is_rows in zip(tensors, rows_flags, strict=True) if is_rows]
+    if not sizes:
+        raise CaptureError(
+            "the batch holds no tensor with a batch dim",
+            "let the loader yield tensors with one row per sample",
+        )
+    return sizes[0]
+
+
+def same_tensors(leaves: Sequence[Any]) -> dict[int, int]:
+    """Return index of a leaf -> index of the first leaf that is the same tensor."""
+    first: dict[int, int] = {}
+    same = {}
+    for index, leaf in enumerate(leaves):
+        if isinstance(leaf, Tensor):
+            same[index] = first.setdefault(id(leaf), index)
+    return same
+
+
+def overlapping(leaves: Sequence[Any]) -> frozenset[int]:
+    """Return the indices of the leaves whose memory another tensor of the batch shares."""
+    first: dict[int, int] = {}
+    shared: set[int] = set()
+    for index, leaf in enumerate(leaves):
+        if not isinstance(leaf, Tensor) or leaf.layout is not torch.strided:
+            continue
+        for storage in storages_of(leaf):
+            other = first.setdefault(storage, index)
+            if leaves[other] is not leaf:
+                shared |= {other, index}
+    return frozenset(shared)
