@@ -11,11 +11,13 @@ more (stages and meshes of any size, other schedules, host memory) and takes min
 import math
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from contextlib import suppress
+from dataclasses import replace
 from functools import cached_property
 from itertools import accumulate, pairwise
 
 from alpa_strategy.errors import DoesNotFitError, PlanError
+from alpa_strategy.fit.configurations import Candidate, Configuration, Estimate
 from alpa_strategy.fit.failures import Failure, needed_bytes, nothing_fits, with_need
 from alpa_strategy.inter_op.mesh_options import allowed_shapes
 from alpa_strategy.inter_op.pins import Place, layers_of
@@ -61,33 +63,6 @@ SolveStage = Callable[[StageSolver, StageRequest], SolvedStage]
 _SLACK = 1.03
 
 
-@dataclass(frozen=True)
-class Configuration:
-    """Equal stages on equal meshes."""
-
-    num_stages: int
-    num_microbatches: int
-
-    # Of each stage.
-    logical_mesh: tuple[int, ...]
-    remat: bool
-
-    # Of a named plan, one per mesh axis; (): layouts are solved.
-    names: tuple[str, ...] = ()
-
-
-# The least seconds of a configuration, which no plan of it is below, and the configuration.
-Candidate = tuple[float, Configuration]
-
-
-@dataclass(frozen=True)
-class Estimate:
-    """A configuration with the seconds of a step that its middle layer suggests."""
-
-    seconds: float
-    configuration: Configuration
-
-
 def search_regular(task: PlanTask) -> Plan:
     """Return the best plan of equal stages on equal meshes.
 
@@ -99,6 +74,8 @@ def search_regular(task: PlanTask) -> Plan:
     if best is None:
         best = search.best_of(search.small_candidates())
     if best is None:
+        best = search.best_within_limit()
+    if best is None:
         raise nothing_fits(search.failures, task.memory_limit)
     return with_figures(best, task)
 
@@ -109,6 +86,8 @@ class RegularSearch:
     def __init__(self, task: PlanTask) -> None:
         self.task = task
         self.failures: list[Failure] = []
+        # Of configurations whose fastest layouts, and named plans, do not fit.
+        self._too_large: list[Estimate] = []
         # By number of micro-batches; None: the step cannot be split so.
         self._solvers: dict[int, StageSolver | None] = {}
         self._named_solvers: dict[Hashable, StageSolver] = {}
@@ -140,7 +119,8 @@ class RegularSearch:
                 try:
                     plan = self.plan(estimate.configuration)
                 except PlanError as error:
-                    self.failures.append((_label(estimate.configuration), error))
+                    self.failures.append((estimate.configuration.label, error))
+                    self._too_large.append(estimate)
                     continue
             num_solved += 1
             if plan.predicted.step_seconds < best_seconds:
@@ -162,20 +142,35 @@ class RegularSearch:
                     num_estimated += 1
                 estimate = self._estimate(configuration)
             except PlanError as error:
-                self.failures.append((_label(configuration), error))
+                self.failures.append((configuration.label, error))
                 continue
             best_seconds = min(best_seconds, estimate.seconds)
             estimates.append(estimate)
         return sorted(estimates, key=lambda estimate: estimate.seconds)
 
+    def best_within_limit(self) -> Plan | None:
+        """Return the first plan, the fastest estimate first, of the configurations that
+        `best_of` has left out, in layouts that are solved within the limit; None: nothing fits.
+
+        Such a solve takes a minute, where the fastest layouts take seconds.
+        """
+        for estimate in sorted(self._too_large, key=lambda estimate: estimate.seconds):
+            with self.task.progress("solve the stages within the limit"):
+                try:
+                    return self._within_limit(estimate.configuration)
+                except PlanError as error:
+                    self.failures.append((estimate.configuration.label, error))
+        return None
+
     def plan(self, configuration: Configuration) -> Plan:
         """Return the plan of a configuration, each stage solved exactly.
 
-        The fastest layouts are taken if they fit. Otherwise the plan is the fastest one of named
-        plans that need less memory, and of layouts that are solved within the limit.
+        The fastest layouts are taken if they fit. Otherwise named plans that need less memory are
+        tried. If one of them fits, layouts are also solved within the limit, and the faster plan is
+        returned.
 
         Raises:
-            PlanError: a stage does not fit.
+            PlanError: neither fits.
         """
         failures: list[PlanError] = []
         try:
@@ -195,13 +190,22 @@ class RegularSearch:
                 continue
             note = f"the fastest layouts do not fit: the plan is parallel={list(names)}"
             plans.append(replace(plan, notes=(*plan.notes, note)))
+        if not plans:
+            raise min(failures, key=lambda error: needed_bytes(error, self.task.memory_limit))
+        with suppress(PlanError):
+            plans.append(self._within_limit(configuration))
+        return min(plans, key=lambda plan: plan.predicted.step_seconds)
+
+    def _within_limit(self, configuration: Configuration) -> Plan:
+        """Return the plan whose layouts are solved within the limit.
+
+        Raises:
+            PlanError: it does not fit.
+        """
         try:
-            plans.append(self._plan(replace(configuration, names=()), StageSolver.solve))
+            return self._plan(replace(configuration, names=()), StageSolver.solve)
         except PlanError as error:
-            failures.append(with_need(error, self.task.memory_limit))
-        if plans:
-            return min(plans, key=lambda plan: plan.predicted.step_seconds)
-        raise min(failures, key=lambda error: needed_bytes(error, self.task.memory_limit))
+            raise with_need(error, self.task.memory_limit) from error
 
     def _fastest_that_fits(self, solver: StageSolver, request: StageRequest) -> SolvedStage:
         """Return the stage in its fastest layouts. Raises: DoesNotFitError: they do not fit."""
@@ -572,15 +576,6 @@ class RegularSearch:
         num_bytes = job.crossing_bytes[cut]
         messages = int((num_bytes > 0).sum())
         return messages * link.latency + float(num_bytes.sum()) / link.bandwidth
-
-
-def _label(configuration: Configuration) -> str:
-    """Return a configuration in words, for errors."""
-    mesh = "x".join(map(str, configuration.logical_mesh))
-    stages = "stage" if configuration.num_stages == 1 else "stages"
-    text = f"{configuration.num_stages} {stages} of {mesh}"
-    text += f", {configuration.num_microbatches} micro-batches"
-    return f"{text}, recomputed" if configuration.remat else text
 
 
 def _stage_bytes(cost: StageCost, alive: int, remat: bool, share: float) -> float:
