@@ -130,7 +130,7 @@ def _add_questions(commands: "argparse._SubParsersAction[argparse.ArgumentParser
     """Add the commands that plan once more, or compare plans."""
     whatif_help = "plan with another cluster, batch or model, and print what changes and why"
     whatif = commands.add_parser("whatif", help=whatif_help)
-    _add_recipe_arguments(whatif, "plan.parallel=tensor", (*PLAN_KEYS, *KEYS))
+    _add_recipe_arguments(whatif, "plan.parallel=tensor", (*PLAN_KEYS, *KEYS), takes_plan=True)
     whatif_command.add_arguments(whatif)
     whatif.set_defaults(run=whatif_command.run)
 
@@ -146,7 +146,7 @@ def _add_questions(commands: "argparse._SubParsersAction[argparse.ArgumentParser
 
 
 def _add_recipe_arguments(
-    command: argparse.ArgumentParser, example: str, keys: Sequence[str]
+    command: argparse.ArgumentParser, example: str, keys: Sequence[str], takes_plan: bool = False
 ) -> None:
     """Add the recipe and its overrides to a command.
 
@@ -154,10 +154,14 @@ def _add_recipe_arguments(
         command: parser of the command.
         example: overrides that its help shows.
         keys: first keys of the overrides that it accepts.
+        takes_plan: whether a stored plan may be given in the place of a recipe.
     """
-    command.add_argument(
-        "recipe", metavar="RECIPE", help="a YAML file, or the name of a recipe that is shipped"
-    )
+    recipe_help = "a YAML file, or the name of a recipe that is shipped"
+    metavar = "RECIPE"
+    if takes_plan:
+        recipe_help = f"a plan that `alpa plan -o` stored, or {recipe_help}"
+        metavar = "PLAN.json|RECIPE"
+    command.add_argument("recipe", metavar=metavar, help=recipe_help)
     command.add_argument(
         "overrides", nargs="*", metavar="key=value", help=_overrides_help(example, keys)
     )

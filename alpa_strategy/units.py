@@ -50,6 +50,18 @@ def format_count(count: float) -> str:
     return f"{count:.0f}"
 
 
+def format_flops(flops: float) -> str:
+    """Return FLOPs as text: `512 FLOP`, `1.20 GFLOP`, `9.87 PFLOP`."""
+    value = float(flops)
+    units = ("", "k", "M", "G", "T", "P", "E")
+    index = 0
+    while value >= 999.5 and index < len(units) - 1:
+        value /= 1000
+        index += 1
+    digits = _three_digits(value) if index else f"{value:.0f}"
+    return f"{digits} {units[index]}FLOP"
+
+
 def format_rate(per_second: float) -> str:
     """Return a number per second as text: `0.0310`, `7.25`, `512`, `12.3 k`."""
     return format_count(per_second) if per_second >= 99.95 else f"{per_second:#.3g}"

@@ -37,7 +37,9 @@ def stored_plan(path: str, progress: Progress) -> StoredPlan:
     if details.origin is None:
         raise PlanError(
             f"{path} was not made from a recipe, so its model is not known here",
-            "ask in Python, where the model is: make_plan(...).explain(name)",
+            "ask in the program that has the model:"
+            " alpa_strategy.make_plan(module, batch, cluster).explain(NAME); or plan a recipe of"
+            " it: alpa plan RECIPE --cluster CLUSTER -o PLAN.json",
         )
     task = task_of(details.origin, progress)
     check_fits(plan, task.fingerprint, path)

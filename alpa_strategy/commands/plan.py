@@ -13,6 +13,7 @@ from alpa_strategy.commands.recipe_task import (
     captured_recipe,
     check_plannable,
     plan_options,
+    precision_name,
     split_overrides,
 )
 from alpa_strategy.commands.writing import writing
@@ -23,7 +24,7 @@ from alpa_strategy.display.summary import plan_summary
 from alpa_strategy.display.table import plan_timing, tune_table
 from alpa_strategy.errors import AlpaError, OptionError, check_names
 from alpa_strategy.files import RECIPES, shipped_folder
-from alpa_strategy.fit.command import add_fit_arguments, is_by_name, plan_by_name
+from alpa_strategy.fit.command import add_fit_arguments, is_by_name, plan_by_name, warn_of_rates
 from alpa_strategy.ir.plan import Plan
 from alpa_strategy.ir.plan_details import Origin
 from alpa_strategy.loading import rare_collections
@@ -125,6 +126,8 @@ def _plan_recipe(
     """Plan a recipe and print the plan; return it with its task."""
     recipe = load_recipe(arguments.recipe, overrides)
     check_plannable(recipe)
+    if plan_options(recipe).costs is None:
+        warn_of_rates(console, precision_name(recipe), cluster)
 
     progress = Progress()
     # Results of a planning that was killed are used again. Searches for comparison start without

@@ -182,6 +182,13 @@ def example_batch(data: Any, recipe: Recipe) -> Any:
     return loader.collate_fn(samples)
 
 
+def precision_name(recipe: Recipe) -> str:
+    """Return the Trainer's full name of the recipe's precision: `bf16-mixed` for `bf16`."""
+    precision = str(recipe.trainer.get("precision") or "32-true")
+    full_names = {"16": "16-mixed", "bf16": "bf16-mixed", "32": "32-true", "64": "64-true"}
+    return full_names.get(precision, precision)
+
+
 def precision_plugin(recipe: Recipe) -> Precision:
     """Return the Trainer's plugin for the recipe's precision.
 
@@ -190,9 +197,7 @@ def precision_plugin(recipe: Recipe) -> Precision:
     Raises:
         OptionError: the precision cannot be planned.
     """
-    precision = str(recipe.trainer.get("precision") or "32-true")
-    full_names = {"16": "16-mixed", "bf16": "bf16-mixed", "32": "32-true", "64": "64-true"}
-    precision = full_names.get(precision, precision)
+    precision = precision_name(recipe)
     plugins: dict[str, Callable[[], Precision]] = {
         "32-true": Precision,
         "64-true": DoublePrecision,

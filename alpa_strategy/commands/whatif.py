@@ -223,9 +223,10 @@ def _overview(
         unchanged: the unchanged plan under each.
     """
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column("", no_wrap=True, max_width=MAX_LABEL)
+    # In a narrow terminal the labels are broken, never the figures.
+    table.add_column("", max_width=MAX_LABEL, overflow="fold")
     for column in ("step", "", "samples/s", "memory", "plan kept"):
-        table.add_column(column, justify="right")
+        table.add_column(column, justify="right", no_wrap=True)
     first = plans[0].predicted.step_seconds
     for variation, plan, old in zip(variations, plans, unchanged, strict=True):
         step = plan.predicted.step_seconds

@@ -156,13 +156,13 @@ def _larger_batch(
     once_per_batch += _share_of_waiting_once(plan, schedule) * parts.get("waiting", 0.0)
     needed = _bytes_with_twice_the_batch(plan)
     memory_limit = memory_limit_of(plan, memory_limit)
-    text = "a batch twice as large, with more memory"
+    text = f"a batch twice as large{_cut(plan)}, with more memory"
     fits = False
     if needed is not None:
         limit = math.inf if memory_limit is None else memory_limit
         fits = needed <= limit
         if fits:
-            text = f"a batch twice as large ({format_bytes(needed)} a device)"
+            text = f"a batch twice as large{_cut(plan)} ({format_bytes(needed)} a device)"
     return [
         # The first of equal ones is taken: this one needs no memory.
         Change("accumulate_grad_batches twice as large", _gain(plan, once / 2)),
@@ -210,17 +210,36 @@ def _bytes_with_twice_the_batch(plan: Plan) -> float | None:
     return most
 
 
+def _cut(plan: Plan) -> str:
+    """Return how twice the batch is cut into micro-batches, to append; "" if it is not cut."""
+    if len(plan.stages) == 1 and plan.num_microbatches == 1:
+        return ""
+    count = 2 * plan.num_microbatches
+    if _keeps_size(plan):
+        return f" in {count} micro-batches of the present size"
+    return f" in {plan.num_microbatches} micro-batches twice as large"
+
+
+def _keeps_size(plan: Plan) -> bool:
+    """Whether twice the batch can be twice as many micro-batches of the same size."""
+    if len(plan.stages) == 1:
+        return plan.num_microbatches > 1
+    if plan.schedule not in SCHEDULES:
+        return False
+    return not refusal(plan.schedule, len(group_sizes(plan)), 2 * plan.num_microbatches)
+
+
 def _activation_growth(plan: Plan) -> float:
     """Return how many times as many activations a device stores with twice the batch, in
-    micro-batches of the same size.
+    micro-batches of the same size where that is possible.
     """
     count = plan.num_microbatches
     num_stages = len(plan.stages)
-    if num_stages == 1:
-        return 2.0 if count == 1 else 1.0
-    num_meshes = len(group_sizes(plan))
-    if plan.schedule not in SCHEDULES or refusal(plan.schedule, num_meshes, 2 * count):
+    if not _keeps_size(plan):
         return 2.0
+    if num_stages == 1:
+        return 1.0
+    num_meshes = len(group_sizes(plan))
     stages_per_mesh = num_stages // num_meshes
     before = in_flight_by_stage(plan.schedule, num_meshes, count, stages_per_mesh)
     after = in_flight_by_stage(plan.schedule, num_meshes, 2 * count, stages_per_mesh)

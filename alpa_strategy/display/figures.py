@@ -9,7 +9,13 @@ from rich.text import Text
 from alpa_strategy.display.answers import answers_of
 from alpa_strategy.display.console import plain
 from alpa_strategy.display.memory import memory_limit_of, parts_text
-from alpa_strategy.display.plan_words import assumed_rates_text, peak_text, plan_words, rates_text
+from alpa_strategy.display.plan_words import (
+    assumed_rates_text,
+    flops_text,
+    peak_text,
+    plan_words,
+    rates_text,
+)
 from alpa_strategy.display.table import (
     baselines_text,
     headline,
@@ -83,13 +89,16 @@ def figures_table(
 
 
 def _add_step(table: Table, plan: Plan) -> None:
-    """Add rows with the seconds of a step, its rates, and where the seconds go."""
+    """Add rows with the seconds of a step, its rates, its FLOPs, and where the seconds go."""
     seconds = plan.predicted.step_seconds
     line = Text.assemble((format_seconds(seconds), "bold"))
     rates = rates_text(plan.figures, seconds)
     if rates:
         line.append(f", {rates}")
     table.add_row("step", line)
+    flops = flops_text(plan.figures)
+    if flops:
+        table.add_row("", plain(flops, "dim"))
     parts = step_parts(plan)
     if parts:
         table.add_row("", seconds_bar(parts))

@@ -2,14 +2,14 @@
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from rich.text import Text
 
 from alpa_strategy.display.stage_groups import devices_text, group_sizes
 from alpa_strategy.ir.plan import Plan, StagePlan, Storage, TaskFigures
-from alpa_strategy.units import format_bytes, format_rate
+from alpa_strategy.units import format_bytes, format_flops, format_rate, format_share
 
 # Ops with a parameter as operand: their name -> the position of the parameter.
 _PRODUCTS = {
@@ -215,9 +215,38 @@ def rates_text(figures: TaskFigures | None, step_seconds: float) -> str:
     return ", ".join(words)
 
 
+def flops_text(figures: TaskFigures | None) -> str:
+    """Return the FLOPs of a step that its MFU counts: `9.86 PFLOP a step in float16: 3.29 PFLOP
+    forward, 6.58 PFLOP backward; 4.0% of them are attention's`. "" if they are not known.
+    """
+    flops = None if figures is None else figures.flops
+    if flops is None:
+        return ""
+    dtypes = list(flops.by_dtype)
+    text = f"{format_flops(flops.total)} a step in {dtypes[0]}"
+    if len(dtypes) > 1:
+        parts = [f"{format_flops(number)} in {dtype}" for dtype, number in flops.by_dtype.items()]
+        text = f"{format_flops(flops.total)} a step ({', '.join(parts)})"
+    text += f": {format_flops(flops.forward)} forward, {format_flops(flops.backward)} backward"
+    if flops.attention:
+        text += f"; {format_share(flops.attention / flops.total)} of them are attention's"
+    return text
+
+
 def assumed_rates_text(plan: Plan) -> str:
     """Return a warning if the cluster has no FLOP/s for a dtype of the plan's matmuls, else ""."""
-    assumed = {} if plan.figures is None else plan.figures.assumed_rates
+    if plan.figures is None:
+        return ""
+    return rates_warning(plan.figures.assumed_rates, plan.figures.rated_precision)
+
+
+def rates_warning(assumed: Mapping[str, str], rated_precision: str) -> str:
+    """Return a warning of dtypes for which the cluster has no FLOP/s; "" if there are none.
+
+    Args:
+        assumed: dtype without FLOP/s -> the dtype whose FLOP/s are taken.
+        rated_precision: a precision in half for which there are FLOP/s; "": there is none.
+    """
     if not assumed:
         return ""
     names = ", ".join(assumed)
@@ -226,7 +255,6 @@ def assumed_rates_text(plan: Plan) -> str:
         f"the cluster has no FLOP/s for {names}: its matmuls are priced by those of {taken}. Add"
         " it to peak_flops in the cluster file"
     )
-    assert plan.figures is not None
-    if plan.figures.rated_precision:
-        text += f', or take precision="{plan.figures.rated_precision}", for which it has FLOP/s'
+    if rated_precision:
+        text += f', or take precision="{rated_precision}", for which it has FLOP/s'
     return text

@@ -81,6 +81,8 @@ def plan_timing(plan: Plan, peak_rss: float | None = None) -> Text:
 
 # Share of a step's seconds from which on the host's time is reported as the limit.
 LIMITED_BY_HOST = 0.5
+# Times the prediction from which on a likely cause of a slow step is named.
+CLEARLY_SLOWER = 1.5
 
 
 def prediction_text(seconds: float, planned_seconds: float) -> str:
@@ -107,6 +109,7 @@ def measured_line(
     measured_seconds: float,
     rates: str = "",
     planned_seconds: float | None = None,
+    likely_cause: str = "",
 ) -> Text:
     """Return a line with measured and predicted seconds per step, and whether the host limits
     it.
@@ -116,6 +119,7 @@ def measured_line(
         measured_seconds: of a step.
         rates: measured, in words (`rates_text`).
         planned_seconds: predicted for a step by the plan; None: as by `prediction`.
+        likely_cause: of a step that takes clearly longer than predicted; "": not known.
     """
     predicted = prediction.step_seconds
     planned = predicted if planned_seconds is None else planned_seconds
@@ -135,6 +139,8 @@ def measured_line(
         shares = f"{format_seconds(host_seconds)} of {format_seconds(predicted)}"
         loop = f"{format_seconds(prediction.loop_seconds)} in the Trainer's loop and loader"
         text.append(f"; limited by the host: {shares}, {loop}", style="yellow")
+    if likely_cause and measured_seconds > CLEARLY_SLOWER * predicted > 0:
+        text.append(f"; {likely_cause}", style="yellow")
     return text
 
 

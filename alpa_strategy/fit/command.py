@@ -5,9 +5,12 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from omegaconf import OmegaConf
+from rich.console import Console
+from rich.text import Text
 
 from alpa_strategy.cluster.spec import ClusterSpec
-from alpa_strategy.display.console import make_console
+from alpa_strategy.display.console import make_console, plain
+from alpa_strategy.display.plan_words import rates_warning
 from alpa_strategy.display.progress import Progress
 from alpa_strategy.errors import OptionError
 from alpa_strategy.fit.optimizers import OPTIMIZERS
@@ -68,10 +71,30 @@ def plan_by_name(
     options = read_options(overrides)
     progress = Progress()
     console = make_console()
+    if options.costs is None:
+        warn_of_rates(console, request.precision, cluster)
     case = FitCase(captured(request, cluster.num_devices, progress), cluster, options)
     if arguments.sweep:
         return answer_sweep(case, arguments.sweep, arguments.picture, progress, console)
     return answer_fit(case, arguments.changes, progress, console)
+
+
+def warn_of_rates(console: Console, precision: str, cluster: ClusterSpec) -> None:
+    """Print a warning if a cluster has no FLOP/s for a precision: planning may take minutes.
+
+    Args:
+        console: to print it on.
+        precision: the Trainer's name of it.
+        cluster: to plan for.
+    """
+    from alpa_strategy.planner.figures import assumed_of_precision
+
+    if cluster.measured:
+        # Measured times need no FLOP/s.
+        return
+    warning = rates_warning(*assumed_of_precision(precision, cluster.device))
+    if warning:
+        console.print(Text.assemble(("warning", "yellow"), "  ", plain(warning)))
 
 
 def fit_request(arguments: argparse.Namespace, cluster: ClusterSpec) -> FitRequest:

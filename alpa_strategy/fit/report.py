@@ -10,7 +10,7 @@ from alpa_strategy.cluster.spec import ClusterSpec
 from alpa_strategy.display.console import plain
 from alpa_strategy.display.figures import add_warning, labelled_rows
 from alpa_strategy.display.memory import memory_of_meshes, memory_table
-from alpa_strategy.display.plan_words import peak_text, plan_words, rates_text
+from alpa_strategy.display.plan_words import flops_text, peak_text, plan_words, rates_text
 from alpa_strategy.errors import PlanError
 from alpa_strategy.fit.changes import FitCase, PlannedChange, change_line
 from alpa_strategy.fit.request import FitRequest
@@ -49,6 +49,9 @@ def verdict(plan: Plan, cluster: ClusterSpec, usable_bytes: float) -> Table:
     table.add_row("", plain(_limit_text(cluster, usable_bytes), "dim"))
     rates = rates_text(plan.figures, seconds)
     table.add_row("speed", f"a step {format_seconds(seconds)}, {rates}")
+    flops = flops_text(plan.figures)
+    if flops:
+        table.add_row("", plain(flops, "dim"))
     table.add_row("plan", plan_words(plan))
     add_warning(table, plan)
     return table

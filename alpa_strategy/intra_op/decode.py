@@ -103,6 +103,10 @@ class Message:
     # it gathers a parameter for use, or brings its gradient back: nothing else waits for it
     of_parameter: bool = False
 
+    def communicates(self, intra: IntraOp) -> bool:
+        """Whether the message is between devices: one device alone has all that it would get."""
+        return intra.mesh.shape[self.axis] > 1
+
     def seconds(self, intra: IntraOp) -> float:
         """Return the seconds of the message alone."""
         axis = intra.mesh.axes[self.axis]
@@ -274,7 +278,10 @@ def transfer_messages(
                     if is_gathered and phase == "backward":
                         num_bytes = _gradient_bytes(intra, kind, num_bytes, meta)
                     at = _phase(phase, once)
-                    yield resharding, Message(kind, reshard.axis, at, num_bytes, is_gathered)
+                    message = Message(kind, reshard.axis, at, num_bytes, is_gathered)
+                    if not message.communicates(intra):
+                        continue
+                    yield resharding, message
                     if phase == "forward":
                         for _ in range(more):
                             again = Message(kind, reshard.axis, "backward", num_bytes, is_gathered)
@@ -298,7 +305,9 @@ def op_messages(intra: IntraOp, assignment: Sequence[int]) -> Iterator[tuple[int
         once = i in intra.per_step.ops
         for axis, strategy in enumerate(options.strategies[assignment[len(intra.parameters) + i]]):
             for c in strategy.collectives:
-                yield i, Message(c.kind, axis, _phase(c.phase, once), c.num_bytes)
+                message = Message(c.kind, axis, _phase(c.phase, once), c.num_bytes)
+                if message.communicates(intra):
+                    yield i, message
 
 
 def parameter_messages(intra: IntraOp, assignment: Sequence[int]) -> Iterator[tuple[int, Message]]:
@@ -312,7 +321,9 @@ def parameter_messages(intra: IntraOp, assignment: Sequence[int]) -> Iterator[tu
         of_step = step_collectives_of(plan, parameter.meta, read, intra.mesh.shape)
         for kind, axis, num_bytes in of_step:
             moved = _gradient_bytes(intra, kind, num_bytes, parameter.meta)
-            yield i, Message(kind, axis, "step", moved, True)
+            message = Message(kind, axis, "step", moved, True)
+            if message.communicates(intra):
+                yield i, message
 
 
 def _gradient_bytes(intra: IntraOp, kind: str, num_bytes: int, meta: TensorMeta) -> int:

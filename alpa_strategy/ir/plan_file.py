@@ -59,6 +59,7 @@ _OPTIONAL_FIELDS = {
     "memory",
     "step_notes",
     "figures",
+    "flops",
     "largest",
 }
 

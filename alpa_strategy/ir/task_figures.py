@@ -6,6 +6,25 @@ from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True)
+class StepFlops:
+    """FLOPs of a step's matmuls, convolutions and attention. Recomputation does not count."""
+
+    forward: float
+    backward: float
+
+    # Of attention, forward and backward: a part of the two above.
+    attention: float
+
+    # Dtype of the operands -> FLOPs, forward and backward. The dtype with the most comes first.
+    by_dtype: dict[str, float]
+
+    @property
+    def total(self) -> float:
+        """Of forward and backward."""
+        return self.forward + self.backward
+
+
+@dataclass(frozen=True)
 class TaskFigures:
     """Figures that do not depend on the plan. All of a step are of all devices together."""
 
@@ -18,6 +37,9 @@ class TaskFigures:
     # The Trainer's name of the dtypes of parameters and matmuls, such as `bf16-mixed`. "": not
     # known.
     precision: str = ""
+
+    # What the step multiplies and adds; None: not known, or nothing.
+    flops: StepFlops | None = None
 
     # Seconds of the matmuls of a step if all devices were at their peak; None: not known.
     peak_seconds: float | None = None

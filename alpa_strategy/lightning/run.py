@@ -40,6 +40,7 @@ from alpa_strategy.lightning.digests import SameBatchCheck
 from alpa_strategy.lightning.evaluation_loop import step_counters
 from alpa_strategy.lightning.full_parameters import shapes_only
 from alpa_strategy.lightning.loop_clock import LoopClock
+from alpa_strategy.lightning.machine_load import busy_machine
 from alpa_strategy.lightning.planning import (
     capture,
     check_optimizer,
@@ -501,7 +502,8 @@ class Run(ShardedRun):
         predicted = self._predicted()
         self.predicted_step_seconds = predicted.step_seconds
         planned = self.plan.predicted.step_seconds
-        self._job.progress.say(measured_line(predicted, seconds, rates, planned))
+        cause = busy_machine(self._job.device.type)
+        self._job.progress.say(measured_line(predicted, seconds, rates, planned, cause))
 
     def _predicted(self) -> Predicted:
         """The plan's prediction, with the loop as it was in the first steps: no plan can know

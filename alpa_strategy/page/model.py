@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from alpa_strategy.display.answers import answers_of
-from alpa_strategy.display.plan_words import assumed_rates_text, rates_text
+from alpa_strategy.display.plan_words import assumed_rates_text, flops_text, rates_text
 from alpa_strategy.display.stage_groups import idle_seconds
 from alpa_strategy.display.table import equal_stages, mesh_text, proof_of, recomputes, step_parts
 from alpa_strategy.display.timeline import device_range
@@ -86,6 +86,8 @@ def page_model(
         "stages": stages,
         "timeline": _timeline(plan),
         "explanations": _explanations(details),
+        # Whether `alpa why` can make the plan's step once more.
+        "explainable": details is not None and details.origin is not None,
         "measured": measured_model(plan, measured),
     }
 
@@ -143,6 +145,7 @@ def _figures(plan: Plan, details: PlanDetails | None) -> dict[str, Any]:
         "samples": figures.num_samples,
         "tokens": figures.num_tokens,
         "rates": rates_text(figures, plan.predicted.step_seconds),
+        "flops": flops_text(figures),
         "warning": assumed_rates_text(plan),
     }
 

@@ -10,7 +10,7 @@ import torch
 from alpa_strategy.cluster.devices import DeviceSpec
 from alpa_strategy.cost.flops import of_one_rank, op_base_name, product_kind
 from alpa_strategy.cost.model import OpCosts
-from alpa_strategy.cost.peak import matmul_flops, seconds_at_peak
+from alpa_strategy.cost.peak import seconds_at_peak, step_flops
 from alpa_strategy.cost.roofline import rated_dtype
 from alpa_strategy.ir.graph import StepGraph
 from alpa_strategy.ir.op import OpCall, TensorMeta, dtype_name
@@ -42,7 +42,8 @@ def task_figures(task: PlanTask) -> TaskFigures:
     """Return the figures of a task's step on its devices."""
     step = task.step
     cluster = task.cluster
-    flops = matmul_flops(step)
+    counted = step_flops(step)
+    flops = counted.by_dtype
     precision = precision_of(step, flops)
     samples = num_samples(step) or step.batch_size
     half, half_share = "", None
@@ -58,6 +59,7 @@ def task_figures(task: PlanTask) -> TaskFigures:
         num_samples=samples,
         num_tokens=num_tokens(step, samples),
         precision=precision,
+        flops=counted if flops else None,
         peak_seconds=seconds_at_peak(flops, cluster.device, cluster.num_devices),
         half_precision=half,
         half_share=half_share,
@@ -66,6 +68,22 @@ def task_figures(task: PlanTask) -> TaskFigures:
         rated_precision=_rated_precision(assumed, peaks),
         memory_limit=task.memory_limit if math.isfinite(task.memory_limit) else None,
     )
+
+
+def assumed_of_precision(precision: str, device: DeviceSpec) -> tuple[dict[str, str], str]:
+    """Return what plans for a precision will assume of a device, before a step is captured.
+
+    Args:
+        precision: the Trainer's name of it.
+        device: with the FLOP/s of dtypes.
+
+    Returns:
+        Dtype of the matmuls -> the dtype whose FLOP/s are taken, empty if there are FLOP/s for it;
+        and a precision for which there are FLOP/s, "" if there is none.
+    """
+    computed = [dtype for (_, dtype), name in PRECISION_NAMES.items() if name == precision]
+    assumed = _assumed_rates(dict.fromkeys(computed, 0.0), device)
+    return assumed, _rated_precision(assumed, dict(device.peak_flops))
 
 
 def num_tokens(step: StepGraph, samples: int) -> int:
@@ -99,7 +117,7 @@ def precision_of(step: StepGraph, flops: Mapping[str, float]) -> str:
 
     Args:
         step: with its parameters.
-        flops: of `matmul_flops`.
+        flops: `by_dtype` of `step_flops`.
 
     Returns:
         "" if it has no parameters in floating point.

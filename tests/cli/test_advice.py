@@ -43,6 +43,14 @@ def test_what_is_done_once_per_step_is_shared_by_a_larger_batch() -> None:
     assert "a batch twice as large, with more memory: about 1.33x" in text
 
 
+def test_twice_the_batch_in_one_stage_keeps_the_size_of_micro_batches() -> None:
+    plan = replace(one_stage(compute=0.5, optimizer=0.1, host=0.4), num_microbatches=4)
+    text = best_change(plan, 22 * 2**30)
+    assert text is not None
+    # The activations are those of one micro-batch.
+    assert "a batch twice as large in 8 micro-batches of the present size (11.0 GiB a" in text
+
+
 def test_collectives_between_ops_need_faster_links() -> None:
     plan = one_stage("forward", compute=0.5, communication=0.5)
     assert best_change(plan) == "links twice as fast: about 1.33x the samples/s"
@@ -69,7 +77,8 @@ def test_more_micro_batches_shorten_the_waiting_of_a_pipeline() -> None:
     text = best_change(plan, 101)
     # Under 1F1B twice as many micro-batches need no more memory.
     assert text is not None
-    assert text.startswith("a batch twice as large (100 B a device): about 1.33x")
+    assert text.startswith("a batch twice as large in 16 micro-batches of the present size")
+    assert "(100 B a device): about 1.33x" in text
     stored = replace(plan, schedule="GPipe")
     assert "with more memory" in (best_change(stored, 101) or "")
 

@@ -148,6 +148,14 @@ def test_help_names_the_subcommands(capsys):
     assert all(name in out for name in ("train", "plan", "show"))
 
 
+def test_help_of_whatif_names_the_plan_that_it_takes(capsys):
+    with pytest.raises(SystemExit):
+        main(["whatif", "--help"])
+    out = " ".join(capsys.readouterr().out.split())
+    assert "PLAN.json|RECIPE" in out
+    assert "a plan that `alpa plan -o` stored, or a YAML file" in out
+
+
 def test_module_runs_as_a_command():
     result = subprocess.run(
         [sys.executable, "-m", "alpa_strategy", "show", "nowhere.json"],

@@ -1,5 +1,6 @@
 """The display: numbers, grouping, and a plan of a realistic GPT as table, picture and page."""
 
+import os
 import xml.etree.ElementTree as ET
 from dataclasses import replace
 from io import StringIO
@@ -15,6 +16,7 @@ from alpa_strategy.display.plan_words import plan_words
 from alpa_strategy.display.progress import Progress
 from alpa_strategy.display.table import measured_line, parameter_groups, plan_timing
 from alpa_strategy.ir.plan import Collective, Fingerprint, ParameterPlan, Plan, Predicted, StagePlan
+from alpa_strategy.lightning.machine_load import busy_machine
 from alpa_strategy.units import format_bytes, format_seconds
 
 LAYERS = 24
@@ -170,6 +172,23 @@ def test_the_report_says_where_the_host_limits():
     text = as_text(measured_line(limited, 3e-3), 200)
     assert "limited by the host: 2.50 ms of 3.00 ms, 1.50 ms in the Trainer's loop" in text
     assert "limited" not in as_text(measured_line(busy, 3e-3), 200)
+
+
+@pytest.mark.parametrize(
+    ("device", "load", "ratio", "is_named"),
+    [
+        ("cpu", 14.2, 5.6, True),
+        # As predicted, not busy, and not on CPUs.
+        ("cpu", 14.2, 1.4, False),
+        ("cpu", 2.1, 5.6, False),
+        ("cuda", 14.2, 5.6, False),
+    ],
+)
+def test_the_report_names_a_busy_machine(device, load, ratio, is_named, monkeypatch):
+    monkeypatch.setattr(os, "getloadavg", lambda: (load, load, load))
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    line = measured_line(Predicted(0.1, 1, 0.1), 0.1 * ratio, likely_cause=busy_machine(device))
+    assert ("the machine is busy: load 14 on 2 cores" in as_text(line, 200)) is is_named
 
 
 @pytest.mark.parametrize("num_stages", [1, 3])

@@ -21,8 +21,9 @@ from alpa_strategy.commands.whatif import (
 from alpa_strategy.display.console import make_console
 from alpa_strategy.errors import OptionError
 from alpa_strategy.ir.plan import Plan
-from alpa_strategy.ir.plan_details import Origin, details_of_file
+from alpa_strategy.ir.plan_details import Origin, details_of_file, details_path
 from alpa_strategy.page.page import models_of, page_path
+from alpa_strategy.page.run_page import write_page
 from alpa_strategy.units import format_rate, format_seconds
 
 ROOT = Path(__file__).parents[2]
@@ -66,6 +67,18 @@ def test_why_needs_to_know_the_recipe(plans, tmp_path, capsys):
     shutil.copy(plans / "data.json", path)
     assert main(["why", str(path), NAME]) == 2
     assert "alpa plan RECIPE --cluster CLUSTER -o" in " ".join(capsys.readouterr().err.split())
+
+    # As a training stores it: with details, without a recipe.
+    plan = Plan.load(path)
+    details = replace(details_of_file(plans / "data.json", plan), origin=None)
+    details.save(details_path(path))
+    write_page(path, plan, details)
+    assert main(["why", str(path), NAME]) == 2
+    error = " ".join(capsys.readouterr().err.split())
+    assert "alpa_strategy.make_plan(module, batch, cluster).explain(NAME)" in error
+    for of_page, is_explainable in ((path, False), (plans / "data.json", True)):
+        (model,) = models_of(page_path(of_page).read_text())
+        assert model["explainable"] is is_explainable
 
 
 def test_diff_states_figures_and_layouts_that_differ(plans, tmp_path, capsys):
@@ -167,6 +180,21 @@ def test_whatif_says_whether_the_unchanged_plan_still_fits(plans, capsys):
     out = capsys.readouterr().out
     assert "too large" in out
     assert format_rate(16 / step) in out
+
+
+def test_whatif_keeps_its_figures_in_a_narrow_terminal(plans, capsys):
+    plan = Plan.load(plans / "tensor.json")
+    step = plan.predicted.step_seconds
+    longer = replace(plan, predicted=replace(plan.predicted, step_seconds=19.58 * step))
+    label = "cluster.inter_node.bandwidth=0.001x"
+    kept = UnchangedPlan(123.4 * step, 2**30, 2**31)
+    table = _overview([Variation("as it is"), Variation(label)], [plan, longer], [kept, kept])
+    make_console(width=72).print(table)
+    out = capsys.readouterr().out
+    assert "…" not in out
+    for expected in ("samples/s", "plan kept", "+1858.0%", format_seconds(123.4 * step)):
+        assert expected in out
+    assert label in "".join(line[:18].strip() for line in out.splitlines())
 
 
 def test_whatif_prices_the_unchanged_plan_under_another_batch(plans, capsys):

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from alpa_strategy.cli import main
-from alpa_strategy.display.plan_words import rates_text
+from alpa_strategy.display.plan_words import flops_text, rates_text
 from alpa_strategy.ir.plan import Plan
 from alpa_strategy.page.page import models_of, page_path
 
@@ -55,8 +55,11 @@ def test_the_rates_are_the_same_wherever_they_are_shown(shown):
     assert "tokens/s" in rates
     (model,) = models_of(page_path(path).read_text())
     assert model["rates"] == rates
+    assert model["flops"] == flops_text(plan.figures)
+    assert "attention's" in model["flops"]
     for text in (planned, again):
         assert rates in " ".join(text.split())
+        assert model["flops"] in " ".join(text.split())
         assert plan.figures.precision in text
     # 8 samples of 128 tokens on each of two devices.
     assert (plan.figures.num_samples, plan.figures.num_tokens) == (16, 2048)
@@ -71,4 +74,6 @@ def test_a_cluster_without_a_rate_is_warned_of(shown):
         assert ("no FLOP/s for bfloat16" in " ".join(text.split())) is is_bfloat16
         assert ('or take precision="16-mixed"' in " ".join(text.split())) is is_bfloat16
     assert "MFU" in planned
+    # Before the planning, too.
+    assert planned.startswith("warning") is is_bfloat16
     assert ("no FLOP/s for bfloat16)" in " ".join(planned.split())) is is_bfloat16

@@ -12,6 +12,7 @@ from rich.console import Console, RenderableType
 from alpa_strategy.display.full_plan import plan_table
 from alpa_strategy.display.summary import plan_summary
 from alpa_strategy.ir.plan import Plan, Predicted, TaskFigures
+from alpa_strategy.ir.task_figures import StepFlops
 
 MEMORY = {"weights": 2**30, "gradients": 2**30, "state": 0, "activations": 9 * 2**30}
 FIGURES = TaskFigures(
@@ -73,6 +74,27 @@ def test_rates_utilization_precision_and_parts_of_memory() -> None:
         assert expected in text
     assert "state" not in text
     assert "warning" not in text
+
+
+@pytest.mark.parametrize(
+    ("by_dtype", "expected"),
+    [
+        (
+            {"float32": 3e15},
+            "3.00 PFLOP a step in float32: 900 TFLOP forward, 2.10 PFLOP backward; 10% of them are",
+        ),
+        (
+            {"bfloat16": 2e15, "float32": 1e15},
+            "3.00 PFLOP a step (2.00 PFLOP in bfloat16, 1.00 PFLOP in float32): 900 TFLOP forward",
+        ),
+    ],
+)
+def test_the_flops_that_mfu_counts_are_printed(by_dtype, expected) -> None:
+    figures = replace(FIGURES, flops=StepFlops(9e14, 2.1e15, 3e14, by_dtype))
+    plan = replace(gpt_plan(), figures=figures)
+    for show in (plan_summary, plan_table):
+        assert expected in words_of(lines_of(show(plan)))
+    assert Plan.from_dict(plan.to_dict()).figures == figures
 
 
 def test_what_is_not_known_is_left_out() -> None:

@@ -11,6 +11,7 @@ import torch
 from models import MODELS
 
 from alpa_strategy.cluster.spec import ClusterSpec
+from alpa_strategy.display.findings import findings
 from alpa_strategy.errors import PlanError
 from alpa_strategy.ir.plan import ParameterMode, ParameterPlan
 from alpa_strategy.ir.plan_details import PlanDetails, details_of_file, details_path
@@ -67,6 +68,16 @@ def test_messages_add_up_to_the_collectives_of_the_plan(model, options):
             calls, num_bytes, seconds = totals[c.kind, c.axis, c.phase]
             assert (calls, num_bytes) == (c.count, c.num_bytes)
             assert seconds == pytest.approx(c.seconds, rel=1e-9)
+
+
+def test_a_stage_of_one_device_has_no_collectives():
+    plan, task = planned("gpt", (("num_stages", 4), ("num_microbatches", 4)))
+    details = details_of(task, plan)
+    for stage, of_stage in zip(plan.stages, details.stages, strict=True):
+        assert stage.logical_mesh == (1,)
+        assert not stage.collectives
+        assert not any(of.messages for of in (*of_stage.parameters, *of_stage.ops))
+    assert "collective" not in " ".join(findings(plan))
 
 
 @pytest.mark.parametrize(("model", "options"), CASES)

@@ -12,7 +12,7 @@ from page.test_details import PIPELINE, planned
 from alpa_strategy.capture.capture import capture_step
 from alpa_strategy.cluster.devices import DeviceSpec
 from alpa_strategy.cost.flops import op_flops, product_kind, product_shape
-from alpa_strategy.cost.peak import matmul_flops, seconds_at_peak
+from alpa_strategy.cost.peak import seconds_at_peak, step_flops
 from alpa_strategy.ir.per_rank import per_rank_call
 from alpa_strategy.ir.plan import Plan
 from alpa_strategy.planner.figures import num_tokens, precision_of, task_figures
@@ -45,7 +45,11 @@ def test_samples_tokens_and_utilization_of_a_step_of_all_devices(options):
 
     # Counted by hand: two multiply-adds of attention, all others are matmuls, thrice each.
     peak = dict(task.cluster.device.peak_flops)["float32"]
-    flops = sum(matmul_flops(task.step).values())
+    counted = step_flops(task.step)
+    assert figures.flops == counted
+    flops = sum(counted.by_dtype.values())
+    assert counted.total == pytest.approx(flops)
+    assert 0 < counted.attention < counted.forward < counted.backward
     products = [op.call for op in task.step.ops if product_kind(op.call)]
     assert 2.5 < flops / sum(map(op_flops, products)) <= 3.5
     seconds = plan.predicted.step_seconds
@@ -83,7 +87,7 @@ def test_positions_and_kinds_of_tokens_are_not_counted_again():
 )
 def test_the_precision_has_the_trainers_name(dtype, autocast, name):
     step = captured(dtype, autocast)
-    assert precision_of(step, matmul_flops(step)) == name
+    assert precision_of(step, step_flops(step).by_dtype) == name
 
 
 def test_seconds_at_peak_need_the_peak_of_every_dtype():

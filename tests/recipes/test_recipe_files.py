@@ -83,6 +83,19 @@ def test_every_recipe_builds_the_model_it_names(path):
         )
 
 
+@pytest.mark.parametrize("path", NAMED, ids=lambda path: path.stem)
+def test_the_model_is_as_long_as_the_sequences_of_the_data(path):
+    if "sequence_length" not in load_recipe(path).data:
+        return
+    recipe = load_recipe(path, ["data.sequence_length=256"])
+    # That of the model itself, or of the one that a wrapper trains.
+    sections = [
+        recipe.model,
+        *(value for value in recipe.model.values() if isinstance(value, dict)),
+    ]
+    assert [s["sequence_length"] for s in sections if "sequence_length" in s] == [256]
+
+
 def test_loss_falls_and_biases_do_not_decay():
     model = build_model(
         load_recipe(TINY, ["model.num_layers=1", "model.dropout=0", "model.warmup_steps=0"])

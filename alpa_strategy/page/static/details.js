@@ -59,6 +59,9 @@
         choice.seconds === null || choice === chosen ? "" : more(choice.seconds - chosen.seconds),
         choice.seconds === null ? "" : alpa.bytes(choice.bytes)])),
       el("ul", { class: "findings" }, answer.reasons.map((reason) => el("li", {}, alpa.text(reason)))));
+    } else if (!plan.explainable) {
+      nodes.push(el("p", { class: "soft" }, "The planner answers this by solving the plan once more, for which it needs the model. This page knows no recipe of it: ask in the program that has the model."));
+      nodes.push(command(`alpa_strategy.make_plan(module, batch, cluster).explain(${JSON.stringify(alpa.text(of.name))})`));
     } else {
       nodes.push(el("p", { class: "soft" }, "The planner answers this by solving the plan once more with each of them pinned:"));
       nodes.push(command(`alpa why ${plan.name || "plan.json"} '${alpa.text(of.name)}'`));

@@ -16,7 +16,7 @@
     const nodes = [];
     if (!plan.eager) {
       const batch = [plan.samples && `${plan.samples} samples`, plan.tokens && `${alpa.count(plan.tokens)} tokens`].filter(Boolean).join(", ");
-      nodes.push(figure("Step", alpa.seconds(plan.step), note(alpa.text(plan.rates || "predicted")), batch ? note(alpa.text(batch)) : null));
+      nodes.push(figure("Step", alpa.seconds(plan.step), note(alpa.text(plan.rates || "predicted")), batch ? note(alpa.text(batch)) : null, plan.flops ? note(alpa.text(plan.flops)) : null));
       const measured = plan.measured && (plan.measured.step || plan.measured.profiled);
       if (measured) nodes.push(figure("Measured", alpa.seconds(measured), note(`${alpa.ratio(measured, plan.measured.predicted)} the prediction, ${plan.measured.prediction}`), plan.measured.rates ? note(alpa.text(plan.measured.rates)) : null));
     }
