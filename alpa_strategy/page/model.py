@@ -9,6 +9,8 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from alpa_strategy.display.answers import answers_of
+from alpa_strategy.display.communication import hidden_messages_text, sum_of_collectives_text
+from alpa_strategy.display.findings import busiest_text
 from alpa_strategy.display.plan_words import assumed_rates_text, rates_text
 from alpa_strategy.display.stage_groups import idle_seconds
 from alpa_strategy.display.table import equal_stages, mesh_text, proof_of, recomputes, step_parts
@@ -72,6 +74,8 @@ def page_model(
         "peak": plan.predicted.peak_bytes,
         "limit": _limit(plan, details),
         "memory": memory_of_devices(plan),
+        "busiest": busiest_text(plan),
+        "messages": hidden_messages_text(plan),
         "parts": [[part, short_number(seconds)] for part, seconds in step_parts(plan).items()],
         "baselines": [[text, _finite(seconds)] for text, seconds in plan.baselines.items()],
         "phases": [[p.name, p.times, short_number(p.total_seconds), p.layout] for p in plan.phases],
@@ -179,6 +183,7 @@ def _stage(index: int, stage: StagePlan, details: StageDetails | None) -> dict[s
         "peak": p.peak_bytes,
         "parts": dict(p.memory),
         "collectives": [_collective(collective) for collective in stage.collectives],
+        "sum": sum_of_collectives_text(stage),
     }
     if details is None:
         data["parameters"] = _parameters_of_plan(stage)
