@@ -108,7 +108,8 @@ def _messages(plan: Plan) -> list[str]:
     if not messages:
         return []
     slow = slow_boundaries(plan)
-    index = max(slow)[1] if slow else max(messages, key=lambda of: of.seconds).stage
+    longest = max(messages, key=lambda of: of.seconds)
+    index = max(slow)[1] if slow else longest.stage
     stage = plan.stages[index]
     of_step = stage.boundary_seconds * plan.num_microbatches
     collectives = []

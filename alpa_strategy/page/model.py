@@ -11,6 +11,7 @@ from typing import Any
 from alpa_strategy.display.answers import answers_of
 from alpa_strategy.display.communication import hidden_messages_text, sum_of_collectives_text
 from alpa_strategy.display.findings import busiest_text
+from alpa_strategy.display.op_times import StepClock, slowest_ops, total_text
 from alpa_strategy.display.plan_words import assumed_rates_text, rates_text
 from alpa_strategy.display.stage_groups import idle_seconds
 from alpa_strategy.display.table import equal_stages, mesh_text, proof_of, recomputes, step_parts
@@ -56,7 +57,11 @@ def page_model(
     stages = []
     for index, stage in enumerate(plan.stages):
         of_stage = details.stages[index] if details is not None else None
-        stages.append(_stage(index, stage, of_stage))
+        data = _stage(index, stage, of_stage)
+        if of_stage is not None:
+            data["total"] = total_text(plan, stage, of_stage)
+            _add_step_seconds(data, StepClock.of(plan, stage), of_stage)
+        stages.append(data)
 
     return {
         "name": name,
@@ -74,6 +79,7 @@ def page_model(
         "peak": plan.predicted.peak_bytes,
         "limit": _limit(plan, details),
         "memory": memory_of_devices(plan),
+        "slowest": _slowest(plan, details),
         "busiest": busiest_text(plan),
         "messages": hidden_messages_text(plan),
         "parts": [[part, short_number(seconds)] for part, seconds in step_parts(plan).items()],
@@ -92,6 +98,22 @@ def page_model(
         "explanations": _explanations(details),
         "measured": measured_model(plan, measured),
     }
+
+
+def _add_step_seconds(data: dict[str, Any], clock: StepClock, details: StageDetails) -> None:
+    """Add the seconds of a step to each parameter and op of a stage's data."""
+    for row, parameter in zip(data["parameters"], details.parameters, strict=True):
+        row["step"] = short_number(clock.parameter_seconds(parameter))
+    for row, op in zip(data["ops"], details.ops, strict=True):
+        row["step"] = short_number(clock.op_seconds(op))
+
+
+def _slowest(plan: Plan, details: PlanDetails | None) -> list[list[Any]]:
+    """Return the slowest ops as [module, target, source, count, seconds of a step]."""
+    rows: list[list[Any]] = []
+    for row in slowest_ops(plan, details) if details is not None else ():
+        rows.append([row.module, row.target, row.source, row.count, short_number(row.seconds)])
+    return rows
 
 
 def _explanations(details: PlanDetails | None) -> dict[str, Any]:

@@ -43,6 +43,14 @@
     return el("div", { class: "figures" }, nodes);
   }
 
+  function slowest(plan) {
+    if (!plan.slowest.length) return null;
+    const rows = plan.slowest.map(([module, target, source, count, seconds]) => [
+      alpa.text(`${module || "the step"}: ${target.replace(/^aten\./, "").split(".")[0]}`), el("span", { class: "mono" }, alpa.text(source)),
+      `${count}`, alpa.seconds(seconds), alpa.percent(seconds / plan.step)]);
+    return el("div", {}, el("h3", {}, "The slowest ops"), alpa.table(["op", "line", "#ops", "#a step", "#of it"], rows));
+  }
+
   function limits(plan) {
     if (!plan.parts.length) return null;
     const bar = alpa.stack(plan.parts.map(([name, seconds]) => [alpa.PARTS[name], name, seconds]), alpa.seconds);
@@ -50,6 +58,7 @@
     return el("section", { class: "card", "aria-label": "what limits it" },
       el("div", { class: "section-head" }, el("h2", {}, "What takes the time"), el("span", { class: "soft" }, alpa.text(plan.busiest))),
       ...bar, lines.length ? el("ul", { class: "findings" }, lines) : null,
+      slowest(plan),
       plan.change ? el("p", { class: "advice" }, el("strong", {}, "What would help most: "), alpa.text(plan.change)) : null,
       plan.warning ? el("p", { class: "advice" }, el("strong", {}, "Warning: "), alpa.text(plan.warning)) : null);
   }
