@@ -10,6 +10,7 @@ from alpa_strategy.commands.writing import writing
 from alpa_strategy.display.console import make_console, plain
 from alpa_strategy.display.full_plan import plan_svg, plan_table
 from alpa_strategy.display.measured import measured_table
+from alpa_strategy.display.op_times import slowest_ops_table
 from alpa_strategy.display.table import plan_timing
 from alpa_strategy.ir.measured_steps import measured_of_file
 from alpa_strategy.ir.plan import Plan
@@ -35,6 +36,11 @@ def run(arguments: argparse.Namespace) -> int:
     plan = Plan.load(arguments.plan)
     console = make_console()
     console.print(plan_table(plan))
+    with _with_details(arguments.plan) as plan_path:
+        details = details_of_file(plan_path, plan)
+    slowest = None if details is None else slowest_ops_table(plan, details)
+    if slowest is not None:
+        console.print(slowest)
     if plan.solver_seconds:
         console.print(plan_timing(plan))
     measured = measured_of_file(arguments.plan, plan)
@@ -45,8 +51,6 @@ def run(arguments: argparse.Namespace) -> int:
         _, name = parent_and_name(arguments.plan)
         beside = name if is_url(arguments.plan) else arguments.plan
         path = arguments.html or str(page_path(beside))
-        with _with_details(arguments.plan) as plan_path:
-            details = details_of_file(plan_path, plan)
         page = plan_page(plan, details, name, measured)
         with writing(path) as target:
             target.write_text(page, encoding="utf-8")

@@ -8,6 +8,7 @@ from rich.text import Text
 
 from alpa_strategy.display.answers import answers_of
 from alpa_strategy.display.console import plain
+from alpa_strategy.display.findings import busiest_text
 from alpa_strategy.display.memory import memory_limit_of, parts_text
 from alpa_strategy.display.plan_words import (
     assumed_rates_text,
@@ -102,7 +103,11 @@ def _add_step(table: Table, plan: Plan) -> None:
     parts = step_parts(plan)
     if parts:
         table.add_row("", seconds_bar(parts))
-        table.add_row("", seconds_legend(parts))
+        of_devices = busiest_text(plan)
+        legend = seconds_legend(parts)
+        if of_devices:
+            legend.append(f"  {of_devices}", "dim")
+        table.add_row("", legend)
 
 
 def _memory(plan: Plan, memory_limit: float | None, process_bytes: int) -> Text:

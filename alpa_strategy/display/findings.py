@@ -1,5 +1,8 @@
 """What limits a plan's step, in sentences with numbers: the page's and the terminal's."""
 
+from collections.abc import Sequence
+
+from alpa_strategy.display.communication import boundary_messages, hidden_messages_text
 from alpa_strategy.display.stage_groups import busiest_stages
 from alpa_strategy.display.table import step_parts
 from alpa_strategy.display.timeline import device_range
@@ -24,7 +27,10 @@ def findings(plan: Plan) -> list[str]:
     """Return what takes a step's time, the largest part first, which boundaries are slow, and the
     collective that takes longest.
     """
-    lines = [*_parts(plan), *_slow_boundaries(plan), *_imbalance(plan)]
+    # Messages are part of waiting, and come before it.
+    largest, *others = _parts(plan) or [""]
+    lines = [largest, *_messages(plan), *others, *_imbalance(plan)]
+    lines = [line for line in lines if line]
     collective = _largest_collective(plan)
     if step_parts(plan) and not any(collective in line for line in lines):
         lines.append(collective.strip())
@@ -94,53 +100,69 @@ def slow_boundaries(plan: Plan) -> list[tuple[float, int]]:
     return slow
 
 
-def _slow_boundaries(plan: Plan) -> list[str]:
-    """Return a line about the slowest boundary if it is slow, and how many others are."""
-    slow = slow_boundaries(plan)
-    if not slow:
+def _messages(plan: Plan) -> list[str]:
+    """Return a line about the messages of the slowest boundary, if it is slow or if its messages
+    take longer than any collective, and how many other boundaries are slow.
+    """
+    messages = boundary_messages(plan)
+    if not messages:
         return []
-    seconds, index = max(slow)
+    slow = slow_boundaries(plan)
+    longest = max(messages, key=lambda of: of.seconds)
+    index = max(slow)[1] if slow else longest.stage
     stage = plan.stages[index]
+    of_step = stage.boundary_seconds * plan.num_microbatches
+    collectives = []
+    for of in plan.stages:
+        collectives += [collective.seconds for collective in of.collectives]
+    is_longest = of_step > max(collectives, default=0.0)
+    is_noticed = is_longest and of_step >= WORTH_SAYING * plan.predicted.step_seconds
+    if not slow and not is_noticed:
+        return []
     line = (
-        f"Messages from stage {index} to {index + 1} take {format_seconds(seconds)} each way,"
-        f" against {format_seconds(stage.forward_seconds)} of forward: this boundary is slow."
+        f"Messages from stage {index} to {index + 1} take"
+        f" {format_seconds(stage.boundary_seconds / 2)} each way, against"
+        f" {format_seconds(stage.forward_seconds)} of forward"
     )
+    line += ": this boundary is slow." if slow else "."
     if len(slow) > 1:
         line += f" {len(slow)} of {len(plan.stages) - 1} boundaries are."
-    return [line]
+    if is_longest:
+        line += (
+            " They are the communication that takes longest:"
+            f" {2 * plan.num_microbatches} of them, {format_seconds(of_step)} a step."
+        )
+    return [f"{line} {hidden_messages_text(plan)}".strip()]
 
 
-def slowest_stage(plan: Plan) -> int:
-    """Return the index of the stage whose micro-batch takes longest by the plan."""
+def busiest_text(plan: Plan) -> str:
+    """Return of which devices the parts of the step are, "" if all devices have the same."""
+    if len(plan.stages) == 1:
+        return ""
+    group = busiest_stages(plan)
+    devices = device_range(plan.stages[group[0]])
+    return f"on the devices of {_stages(group)} ({devices}), the busiest"
 
-    def seconds(index: int) -> float:
-        stage = plan.stages[index]
-        return stage.forward_seconds + stage.backward_seconds
 
-    return max(range(len(plan.stages)), key=seconds)
+def _stages(indices: Sequence[int]) -> str:
+    return f"stage{'s' * (len(indices) > 1)} {', '.join(map(str, indices))}"
 
 
 def _imbalance(plan: Plan) -> list[str]:
-    """Return a line if the slowest devices work clearly longer than the mean."""
-    seconds = [stage.forward_seconds + stage.backward_seconds for stage in plan.stages]
+    """Return a line if the busiest devices work clearly longer than the mean."""
     groups = stages_by_devices(plan)
-    if len(groups) < 2 or not all(seconds):
+    if len(groups) < 2:
         return []
-    by_group = []
+    seconds = []
     for indices in groups:
-        by_group.append(sum(seconds[index] for index in indices))
-    most = max(by_group)
-    excess = most * len(groups) / sum(by_group) - 1
+        seconds.append(sum(plan.stages[index].predicted.step_seconds for index in indices))
+    busiest = busiest_stages(plan)
+    most = seconds[groups.index(busiest)]
+    excess = most * len(groups) / sum(seconds) - 1 if most > 0 else 0.0
     if excess < WORTH_SAYING:
         return []
-    group = groups[by_group.index(most)]
+    work = f"{format_seconds(most)} of a step, {excess:.0%} more than the mean of all"
     if len(groups) == len(plan.stages):
-        return [
-            f"Stage {group[0]} is the slowest: a micro-batch takes {format_seconds(most)},"
-            f" {excess:.0%} more than the mean of all stages."
-        ]
-    devices = device_range(plan.stages[group[0]])
-    return [
-        f"Devices {devices} are the slowest: a micro-batch takes {format_seconds(most)} in their"
-        f" stages {', '.join(map(str, group))}, {excess:.0%} more than the mean of all devices."
-    ]
+        return [f"Stage {busiest[0]} is the busiest: it works {work} stages."]
+    devices = device_range(plan.stages[busiest[0]])
+    return [f"Devices {devices}, of {_stages(busiest)}, are the busiest: they work {work} devices."]

@@ -8,6 +8,7 @@ import re
 from rich.console import Console, Group, RenderableType
 from rich.text import Text
 
+from alpa_strategy.display.communication import messages_table, sum_of_collectives_text
 from alpa_strategy.display.console import make_console, plain
 from alpa_strategy.display.figures import opening
 from alpa_strategy.display.memory import memory_of_meshes, memory_table
@@ -43,6 +44,9 @@ def plan_table(
     sections = opening(plan, memory_limit, process_bytes)
     if len(plan.stages) > 1:
         sections += [Text(), stage_overview(plan)]
+        messages = messages_table(plan)
+        if messages is not None:
+            sections += [Text(), messages]
         sections += _memory_of_stages(plan)
     schedule = plan_timeline(plan, MAX_DRAWN)
     if schedule is not None:
@@ -55,6 +59,7 @@ def plan_table(
         sections += [Text(), parameters_table(stage, len(equal) > 1)]
         if stage.collectives:
             sections += [Text(), collectives_table(stage)]
+            sections.append(plain(sum_of_collectives_text(stage), "dim"))
 
     sections += [Text(), legend(plan)]
     sections += [note_text(note) for note in plan.notes]

@@ -8,8 +8,9 @@ from rich.table import Table
 from rich.text import Text
 
 from alpa_strategy.display.console import plain
-from alpa_strategy.display.findings import slowest_stage
+from alpa_strategy.display.findings import busiest_text
 from alpa_strategy.display.plan_words import rates_text
+from alpa_strategy.display.stage_groups import busiest_stage
 from alpa_strategy.display.table import prediction_text, step_parts
 from alpa_strategy.ir.measured_steps import MeasuredSteps, ProfiledSteps
 from alpa_strategy.ir.plan import Plan, StagePlan
@@ -45,14 +46,14 @@ def plan_in_run(plan: Plan, measured: MeasuredSteps) -> Plan:
 
 
 def predicted_parts(plan: Plan) -> dict[str, float]:
-    """Return the predicted seconds of a step by part, on the devices of the slowest stage.
+    """Return the predicted seconds of a step by part, on the devices of the busiest stage.
 
     Forward and backward are without their collectives. Empty if the plan predicts no parts.
     """
     totals = step_parts(plan)
     if not totals:
         return {}
-    stage = plan.stages[slowest_stage(plan)]
+    stage = plan.stages[busiest_stage(plan)]
     of_stage = stage.predicted
     parts = {}
     both = stage.forward_seconds + stage.backward_seconds
@@ -84,13 +85,13 @@ def _collective_seconds(stage: StagePlan) -> dict[str, float]:
 
 
 def measured_parts(profiled: ProfiledSteps, plan: Plan) -> dict[str, float]:
-    """Return the measured seconds of a step by part: means over the devices of the slowest stage.
+    """Return the measured seconds of a step by part: means over the devices of the busiest stage.
 
     Args:
         profiled: of a run.
         plan: of the run.
     """
-    stage = 0 if plan.is_eager else slowest_stage(plan)
+    stage = 0 if plan.is_eager else busiest_stage(plan)
     chosen = [rank for rank in profiled.ranks if stage in rank.stages]
     if not chosen:
         chosen = list(profiled.ranks)
@@ -131,7 +132,7 @@ def measured_table(measured: MeasuredSteps, plan: Plan) -> RenderableType:
     table.add_row(Text("step", "bold"), format_seconds(profiled.step_seconds), _seconds(step), "")
     where = ""
     if len(plan.stages) > 1:
-        where = f" on the devices of stage {slowest_stage(plan)}, the slowest"
+        where = f" {busiest_text(plan)}"
     last = profiled.first + profiled.count - 1
     title = f"alpa profiled steps {profiled.first} to {last}{where}"
     notes = "Profiled steps are slower: recording takes time."

@@ -184,9 +184,14 @@ def peak_text(plan: Plan, memory_limit: float | None, process_bytes: int) -> Tex
         process_bytes: of host memory that the process takes in addition to the plan's tensors.
     """
     peak = plan.predicted.peak_bytes
-    text = Text(format_bytes(peak) + " per device at the peak")
+    text = Text(f"peak {format_bytes(peak)}")
+    of_limit = ""
     if memory_limit and math.isfinite(memory_limit):
-        text.append(f", {peak / memory_limit:.0%} of {format_bytes(memory_limit)}", style="dim")
+        left = memory_limit - peak
+        over = "left" if left >= 0 else "too much"
+        text.append(f" of {format_bytes(memory_limit)}", style="dim")
+        of_limit = f" ({peak / memory_limit:.0%}), {format_bytes(abs(left))} {over}"
+    text.append(f" per device{of_limit}", style="dim")
     if process_bytes:
         with_process = format_bytes(peak + process_bytes)
         text.append(f", {with_process} with the process itself", style="dim")

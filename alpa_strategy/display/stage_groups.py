@@ -43,14 +43,20 @@ def idle_shares(plan: Plan) -> list[float]:
     return [seconds / step for seconds in idle]
 
 
+def busiest_stage(plan: Plan) -> int:
+    """Return the index of the stage whose work in a step takes longest."""
+    seconds = [stage.predicted.step_seconds for stage in plan.stages]
+    return seconds.index(max(seconds))
+
+
 def longest_stage(plan: Plan) -> StagePlan:
     """Return the stage whose work in a step takes longest."""
-    return max(plan.stages, key=lambda stage: stage.predicted.step_seconds)
+    return plan.stages[busiest_stage(plan)]
 
 
 def busiest_stages(plan: Plan) -> list[int]:
     """Return the indices of the stages on the devices whose seconds stand for the plan's step: the
     devices of the stage that works longest.
     """
-    longest = plan.stages.index(longest_stage(plan))
+    longest = busiest_stage(plan)
     return next(group for group in stages_by_devices(plan) if longest in group)

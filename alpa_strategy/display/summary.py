@@ -13,7 +13,7 @@ from alpa_strategy.ir.plan import Plan
 # Rows of a screen of 40 lines.
 MAX_STAGES = 6
 MAX_NOTES = 2
-MAX_FINDINGS = 2
+MAX_FINDINGS = 3
 MAX_NOTE_CHARACTERS = 160
 
 

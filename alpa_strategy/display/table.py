@@ -206,8 +206,8 @@ def seconds_bar(parts: Mapping[str, float]) -> Text:
 
 def iteration_phases(plan: Plan, memory_limit: float | None) -> RenderableType:
     """Return a table with a row for each phase of the iteration, below their total seconds."""
-    table = _plain_table("phase", "layout")
-    _add_columns(table, (), ("times", "each", "if it stays", "moving", "together", "memory"))
+    table = plain_table("phase", "layout")
+    add_columns(table, (), ("times", "each", "if it stays", "moving", "together", "memory"))
     for phase in plan.phases:
         seconds = (phase.seconds, phase.staying_seconds, phase.moved_seconds, phase.total_seconds)
         columns = list(map(_optional_seconds, seconds))
@@ -248,9 +248,9 @@ def stage_overview(plan: Plan) -> Table:
     if has_schedule:
         names.append("idle")
 
-    table = _plain_table("stage")
+    table = plain_table("stage")
     table.add_column("layers", overflow="fold", min_width=15)
-    _add_columns(table, ("devices", "mesh"), names)
+    add_columns(table, ("devices", "mesh"), names)
     for index, stage in enumerate(plan.stages):
         # `blocks.0-3`; names of a file are short enough for this pattern.
         layers = re.sub(r"\b([\w.]+\.)(\d+)-\1(\d+)", r"\1\2-\3", printable(stage.layers))
@@ -304,16 +304,16 @@ def parameters_table(stage: StagePlan, stands_for_others: bool) -> Table:
         stands_for_others: whether the names of equal stages differ in their indices.
     """
     groups = parameter_groups(stage.parameter_plans, stage.shapes)
-    table = _plain_table()
+    table = plain_table()
     table.add_column("parameters", overflow="fold")
     table.add_column("", justify="right", style="dim", no_wrap=True)
     has_shapes = any(group.shape is not None for group in groups)
     if has_shapes:
-        _add_columns(table, ("shape",), ("elements",))
+        add_columns(table, ("shape",), ("elements",))
     axes = [f"axis {axis} ({size})" for axis, size in enumerate(stage.logical_mesh)]
-    _add_columns(table, axes, ())
+    add_columns(table, axes, ())
     if any(group.on_host for group in groups):
-        _add_columns(table, ("memory",), ())
+        add_columns(table, ("memory",), ())
 
     for group in groups:
         pattern = collapse_indices(group.pattern) if stands_for_others else group.pattern
@@ -336,8 +336,8 @@ def collectives_table(stage: StagePlan) -> RenderableType:
     """Return a table of a stage's collectives, the longest first, and the tensor that the largest
     call of each moves.
     """
-    table = _plain_table("collective", "axis", "when")
-    _add_columns(table, (), ("calls", "bytes", "time per step"))
+    table = plain_table("collective", "axis", "when")
+    add_columns(table, (), ("calls", "bytes", "time per step"))
     tensors = []
     for c in sorted(stage.collectives, key=lambda c: (-c.seconds, c.kind)):
         when = "once a step" if c.phase == "step" else c.phase
@@ -355,7 +355,7 @@ def collectives_table(stage: StagePlan) -> RenderableType:
     return Group(table, *tensors)
 
 
-def _plain_table(*names: str) -> Table:
+def plain_table(*names: str) -> Table:
     """Return an empty table with columns `names`."""
     table = Table(
         box=box.SIMPLE_HEAD,
@@ -364,11 +364,12 @@ def _plain_table(*names: str) -> Table:
         padding=(0, 1, 0, 0),
         header_style="dim",
     )
-    _add_columns(table, names, ())
+    add_columns(table, names, ())
     return table
 
 
-def _add_columns(table: Table, left: Iterable[str], right: Iterable[str]) -> None:
+def add_columns(table: Table, left: Iterable[str], right: Iterable[str]) -> None:
+    """Add columns that are aligned to the left, then such that are aligned to the right."""
     for name in left:
         table.add_column(name, no_wrap=True)
     for name in right:

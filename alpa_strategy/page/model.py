@@ -9,6 +9,9 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from alpa_strategy.display.answers import answers_of
+from alpa_strategy.display.communication import hidden_messages_text, sum_of_collectives_text
+from alpa_strategy.display.findings import busiest_text
+from alpa_strategy.display.op_times import StepClock, slowest_ops, total_text
 from alpa_strategy.display.plan_words import assumed_rates_text, flops_text, rates_text
 from alpa_strategy.display.stage_groups import idle_seconds
 from alpa_strategy.display.table import equal_stages, mesh_text, proof_of, recomputes, step_parts
@@ -54,7 +57,11 @@ def page_model(
     stages = []
     for index, stage in enumerate(plan.stages):
         of_stage = details.stages[index] if details is not None else None
-        stages.append(_stage(index, stage, of_stage))
+        data = _stage(index, stage, of_stage)
+        if of_stage is not None:
+            data["total"] = total_text(plan, stage, of_stage)
+            _add_step_seconds(data, StepClock.of(plan, stage), of_stage)
+        stages.append(data)
 
     return {
         "name": name,
@@ -72,6 +79,9 @@ def page_model(
         "peak": plan.predicted.peak_bytes,
         "limit": _limit(plan, details),
         "memory": memory_of_devices(plan),
+        "slowest": _slowest(plan, details),
+        "busiest": busiest_text(plan),
+        "messages": hidden_messages_text(plan),
         "parts": [[part, short_number(seconds)] for part, seconds in step_parts(plan).items()],
         "baselines": [[text, _finite(seconds)] for text, seconds in plan.baselines.items()],
         "phases": [[p.name, p.times, short_number(p.total_seconds), p.layout] for p in plan.phases],
@@ -90,6 +100,22 @@ def page_model(
         "explainable": details is not None and details.origin is not None,
         "measured": measured_model(plan, measured),
     }
+
+
+def _add_step_seconds(data: dict[str, Any], clock: StepClock, details: StageDetails) -> None:
+    """Add the seconds of a step to each parameter and op of a stage's data."""
+    for row, parameter in zip(data["parameters"], details.parameters, strict=True):
+        row["step"] = short_number(clock.parameter_seconds(parameter))
+    for row, op in zip(data["ops"], details.ops, strict=True):
+        row["step"] = short_number(clock.op_seconds(op))
+
+
+def _slowest(plan: Plan, details: PlanDetails | None) -> list[list[Any]]:
+    """Return the slowest ops as [module, target, source, count, seconds of a step]."""
+    rows: list[list[Any]] = []
+    for row in slowest_ops(plan, details) if details is not None else ():
+        rows.append([row.module, row.target, row.source, row.count, short_number(row.seconds)])
+    return rows
 
 
 def _explanations(details: PlanDetails | None) -> dict[str, Any]:
@@ -182,6 +208,7 @@ def _stage(index: int, stage: StagePlan, details: StageDetails | None) -> dict[s
         "peak": p.peak_bytes,
         "parts": dict(p.memory),
         "collectives": [_collective(collective) for collective in stage.collectives],
+        "sum": sum_of_collectives_text(stage),
     }
     if details is None:
         data["parameters"] = _parameters_of_plan(stage)

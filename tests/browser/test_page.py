@@ -241,7 +241,7 @@ def test_memory_has_the_parts_that_the_terminal_prints(browser_page, pages):
     chart = " ".join(tab.inner_text('section[aria-label="memory"]').split())
     for name, num_bytes in parts.items():
         assert num_bytes == 0 or f"{name} {format_bytes(num_bytes)}" in chart
-    assert f"{format_bytes(plan.predicted.peak_bytes)} at the peak" in chart
+    assert f"peak {format_bytes(plan.predicted.peak_bytes)}" in chart
 
 
 def test_two_plans_side_by_side(browser_page, pages):

@@ -76,7 +76,7 @@ def test_table_says_what_was_decided():
         "8 devices on p3, mesh 2 x 4, proved optimal",
         "800 ms",
         "communication 150 ms",
-        "11.0 GiB per device at the peak, 79% of 14.0 GiB",
+        "peak 11.0 GiB of 14.0 GiB per device (79%), 3.00 GiB left",
         "data does not fit, zero3 1.20 s (1.50x)",
         "blocks.*.attn.qkv.weight",
         "x24",

@@ -68,7 +68,7 @@ def test_rates_utilization_precision_and_parts_of_memory() -> None:
     for expected in (
         "mesh 2 x 4, 32-true, proved optimal",
         "800 ms, 100 samples/s, 102 k tokens/s, MFU 50.0%",
-        "50% of 22.0 GiB",
+        "peak 11.0 GiB of 22.0 GiB per device (50%), 11.0 GiB left",
         "weights 1.00 GiB, gradients 1.00 GiB, activations 9.00 GiB",
     ):
         assert expected in text

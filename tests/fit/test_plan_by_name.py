@@ -50,7 +50,7 @@ def test_answer_fits_one_screen(
         assert word in out
     # The peak is what its parts sum to, beside the limit and what is left of the device.
     (fits,) = [line for line in lines if line.startswith("fits")]
-    peak = re.search(r"yes  (\S+ \S+) per device at the peak, \d+% of 71.2 GiB", fits)
+    peak = re.search(r"yes  peak (\S+ \S+) of 71.2 GiB per device", fits)
     assert peak is not None
     at = next(index for index, line in enumerate(lines) if "activations" in line)
     assert lines[at].split()[-1] == "sum"

@@ -10,14 +10,17 @@ import pytest
 import torch
 from models import MODELS
 
+from alpa_strategy.cli import main
 from alpa_strategy.cluster.spec import ClusterSpec
 from alpa_strategy.display.findings import findings
 from alpa_strategy.errors import PlanError
 from alpa_strategy.ir.plan import ParameterMode, ParameterPlan
 from alpa_strategy.ir.plan_details import PlanDetails, details_of_file, details_path
 from alpa_strategy.options import PlanOptions
+from alpa_strategy.page.model import page_model
 from alpa_strategy.planner.details import details_of
 from alpa_strategy.planner.planner import captured_task, plan_captured
+from alpa_strategy.units import format_seconds
 
 PIPELINE = (("num_stages", 2), ("num_microbatches", 4), ("schedule", "1F1B"))
 CASES = [
@@ -97,6 +100,39 @@ def test_seconds_add_up_to_the_step_of_the_stage(model, options):
         step = plan.num_microbatches * (stage.forward_seconds + stage.backward_seconds)
         step += of_stage.once_seconds
         assert step == pytest.approx(stage.predicted.step_seconds, rel=1e-6)
+
+
+@pytest.mark.parametrize(("model", "options"), CASES)
+def test_the_seconds_of_the_model_tree_sum_to_the_step_and_what_overlaps(model, options):
+    plan, task = planned(model, options)
+    details = details_of(task, plan)
+    for stage, data in zip(plan.stages, page_model(plan, details)["stages"], strict=True):
+        total = sum(row["step"] for row in (*data["ops"], *data["parameters"]))
+        overlapped = sum(c.seconds for c in stage.collectives)
+        overlapped -= stage.predicted.communication_seconds
+        assert total - overlapped == pytest.approx(stage.predicted.step_seconds, rel=1e-3)
+        assert data["total"].endswith(f" of it overlapped: {format_seconds(data['seconds'])}") or (
+            overlapped == pytest.approx(0.0, abs=1e-9)
+        )
+
+
+def test_the_slowest_ops_are_listed_with_their_lines(tmp_path, capsys):
+    plan, task = planned("gpt", PIPELINE)
+    details = details_of(task, plan)
+    path = tmp_path / "plan.json"
+    plan.save(path)
+    details.save(details_path(path))
+    rows = page_model(plan, details)["slowest"]
+    assert len(rows) == 5
+    of_rows = [row[-1] for row in rows]
+    assert of_rows == sorted(of_rows, reverse=True)
+    assert all(":" in source for _, _, source, _, _ in rows)
+    assert main(["show", str(path)]) == 0
+    shown = "".join(capsys.readouterr().out.split())
+    assert "slowestops" in shown
+    for _, _, source, _, seconds in rows:
+        assert source in shown
+        assert "".join(format_seconds(seconds).split()) in shown
 
 
 @pytest.mark.parametrize(("model", "options"), CASES)

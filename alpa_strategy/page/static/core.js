@@ -57,6 +57,8 @@ alpa.count = function (value) {
 };
 
 alpa.percent = (share) => `${(100 * share).toFixed(share < 0.0995 ? 1 : 0)} %`;
+// The bytes at the peak, of the limit if there is one, as the terminal has them.
+alpa.peakText = (peak, limit) => `peak ${alpa.bytes(peak)}` + (limit ? ` of ${alpa.bytes(limit)} (${alpa.percent(peak / limit)}), ${alpa.bytes(Math.abs(limit - peak))} ${limit < peak ? "too much" : "left"}` : "");
 alpa.shape = (dims) => (dims.length ? dims.join(" × ") : "scalar");
 alpa.elements = (dims) => dims.reduce((product, size) => product * size, 1);
 alpa.sum = (numbers) => numbers.reduce((total, number) => total + number, 0);

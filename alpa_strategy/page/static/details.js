@@ -108,6 +108,7 @@
       ["strategy", ...joined(of.strategies.map((text, axis) => el("span", {}, el("span", { class: "badge" }, text), stage.mesh.length > 1 ? ` on axis ${axis}` : "")))],
       of.forward !== undefined && ["forward", `${alpa.seconds(of.forward)} ${of.once ? "once per step" : "per micro-batch"}`],
       of.backward !== undefined && ["backward", alpa.seconds(of.backward) + (of.recomputed ? ", and its forward once more" : "")],
+      of.step !== undefined && ["step", `${alpa.seconds(of.step)} of a step, with its collectives`],
       of.saved !== undefined && ["saved", `${alpa.bytes(of.saved)} for the backward`],
       of.temporary !== undefined && ["temporary", alpa.bytes(of.temporary)],
       of.readers && of.readers.length && ["read by", ...joined(of.readers.map((name) => link(plan, selection.stage, name)))],
@@ -162,8 +163,9 @@
       stage.layers && ["layers", alpa.text(stage.layers)],
       ["forward", `${alpa.seconds(stage.forward)} per micro-batch`],
       ["backward", `${alpa.seconds(stage.backward)} per micro-batch`],
-      stage.boundary ? ["messages", `${alpa.seconds(stage.boundary)} per micro-batch to the next stage and back`] : null,
+      stage.boundary ? ["messages", `${alpa.seconds(stage.boundary)} per micro-batch to the next stage and back, ${alpa.seconds(stage.boundary * plan.microbatches)} a step in ${2 * plan.microbatches} sends and receives`] : null,
       ["step", `${alpa.seconds(stage.seconds)}: compute ${alpa.seconds(stage.compute)}, communication ${alpa.seconds(stage.communication)}, optimizer ${alpa.seconds(stage.optimizer)}`],
+      stage.total && ["model tree", stage.total],
       stage.recomputed && ["memory saving", stage.recomputed],
       plan.timeline && ["in flight", `${inFlight} micro-batches at most`],
     ])];
@@ -171,7 +173,7 @@
     if (stage.collectives.length) {
       const rows = [...stage.collectives].sort((a, b) => b[5] - a[5]).map(([kind, axis, phase, count, bytes, seconds, largest]) =>
         [el("span", {}, kind.replace("_", "-"), largest ? el("div", { class: "soft" }, `largest: ${alpa.text(largest)}`) : ""), `${axis}`, PHASES[phase], `${count}`, alpa.bytes(bytes), alpa.seconds(seconds)]);
-      nodes.push(el("h3", {}, "Collectives of a step"), alpa.table(["collective", "axis", "when", "#calls", "#bytes", "#time"], rows));
+      nodes.push(el("h3", {}, "Collectives of a step"), alpa.table(["collective", "axis", "when", "#calls", "#bytes", "#time"], rows), el("p", { class: "soft" }, stage.sum));
     }
     return nodes;
   }

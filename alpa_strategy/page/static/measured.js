@@ -42,7 +42,7 @@
     const measured = plan.measured;
     if (!measured || !measured.parts) return null;
     const [first, last] = measured.steps;
-    const where = plan.stages.length > 1 ? ", on the devices of the slowest stage" : "";
+    const where = plan.busiest ? `, ${alpa.text(plan.busiest)}` : "";
     const other = measured.step ? ` Steps that are not profiled take ${alpa.seconds(measured.step)}.` : "";
     return el("section", { class: "card", "aria-label": "measured" },
       el("div", { class: "section-head" }, el("h2", {}, "Measured beside predicted"), el("span", { class: "soft" }, `steps ${first} to ${last}${where}`)),

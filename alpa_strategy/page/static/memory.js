@@ -143,7 +143,7 @@
       const planned = atPeak[mesh];
       values.replaceChildren(alpa.legend(alpa.memoryParts(planned.parts).filter(([key, , bytes]) => bytes > 0 || keys.includes(key)).map(
         ([key, label, bytes]) => [`var(--${key})`, `${label} `, el("strong", {}, alpa.bytes(bytes))])));
-      summary.textContent = `${alpa.bytes(planned.peak)} at the peak` + (plan.limit ? ` of ${alpa.bytes(plan.limit)}` : "");
+      summary.textContent = alpa.peakText(planned.peak, plan.limit);
       // Drawn micro-batches may be fewer than those of the step, and the stages of a device peak at different moments.
       // Forwards and backwards are drawn with their largest temporary bytes at their ends, where few may be in use.
       const above = peak > planned.peak ? ": the drawing adds the largest temporary bytes of all ops, the plan those of each op" : "";

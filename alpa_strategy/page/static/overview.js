@@ -23,8 +23,8 @@
     const memory = [];
     if (plan.limit) {
       const share = Math.min(1, plan.peak / plan.limit);
-      memory.push(el("div", { class: "meter", "aria-hidden": "true" }, el("i", { style: `width:${100 * share}%` })), note(`${alpa.percent(share)} of ${alpa.bytes(plan.limit)}`));
-    } else memory.push(note("at the peak"));
+      memory.push(el("div", { class: "meter", "aria-hidden": "true" }, el("i", { style: `width:${100 * share}%` })), note(alpa.peakText(plan.peak, plan.limit)));
+    } else memory.push(note("peak"));
     const fullest = plan.memory.reduce((most, of) => (of.peak > most.peak ? of : most));
     const parts = alpa.memoryParts(fullest.parts).filter(([, , bytes]) => bytes > 0).map(([, label, bytes]) => `${label} ${alpa.bytes(bytes)}`);
     if (parts.length) memory.push(note(parts.join(", ")));
@@ -43,13 +43,22 @@
     return el("div", { class: "figures" }, nodes);
   }
 
+  function slowest(plan) {
+    if (!plan.slowest.length) return null;
+    const rows = plan.slowest.map(([module, target, source, count, seconds]) => [
+      alpa.text(`${module || "the step"}: ${target.replace(/^aten\./, "").split(".")[0]}`), el("span", { class: "mono" }, alpa.text(source)),
+      `${count}`, alpa.seconds(seconds), alpa.percent(seconds / plan.step)]);
+    return el("div", {}, el("h3", {}, "The slowest ops"), alpa.table(["op", "line", "#ops", "#a step", "#of it"], rows));
+  }
+
   function limits(plan) {
     if (!plan.parts.length) return null;
     const bar = alpa.stack(plan.parts.map(([name, seconds]) => [alpa.PARTS[name], name, seconds]), alpa.seconds);
     const lines = plan.findings.map((text) => el("li", {}, alpa.text(text)));
     return el("section", { class: "card", "aria-label": "what limits it" },
-      el("div", { class: "section-head" }, el("h2", {}, "What takes the time"), el("span", { class: "soft" }, plan.stages.length > 1 ? "on the devices of the slowest stage" : "")),
+      el("div", { class: "section-head" }, el("h2", {}, "What takes the time"), el("span", { class: "soft" }, alpa.text(plan.busiest))),
       ...bar, lines.length ? el("ul", { class: "findings" }, lines) : null,
+      slowest(plan),
       plan.change ? el("p", { class: "advice" }, el("strong", {}, "What would help most: "), alpa.text(plan.change)) : null,
       plan.warning ? el("p", { class: "advice" }, el("strong", {}, "Warning: "), alpa.text(plan.warning)) : null);
   }
@@ -84,7 +93,8 @@
     const rest = rows.length > 16 ? el("details", { class: "more" }, el("summary", {}, `${rows.length - 16} more stages`),
       alpa.table(titles, rows.slice(16))) : null;
     return el("section", { class: "card", "aria-label": "stages" }, el("div", { class: "section-head" }, el("h2", {}, "Stages"),
-      el("span", { class: "soft" }, "seconds of one micro-batch; messages to the next stage and back")), table, rest);
+      el("span", { class: "soft" }, "seconds of one micro-batch; messages to the next stage and back")), table, rest,
+      plan.messages ? el("p", { class: "hint" }, plan.messages) : null);
   }
 
   function notes(plan) {

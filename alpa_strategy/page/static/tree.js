@@ -23,12 +23,15 @@
       const cut = parameter.name.lastIndexOf(".");
       const passed = nodeAt(cut < 0 ? "" : parameter.name.slice(0, cut));
       const bytes = parameter.bytes ? alpa.sum(parameter.bytes) : 0;
-      passed.forEach((node) => (node.bytes += bytes));
+      passed.forEach((node) => {
+        node.bytes += bytes;
+        node.seconds += parameter.step || 0;
+      });
       passed[passed.length - 1].items.push({ kind: "parameter", index, name: parameter.name.slice(cut + 1), of: parameter, bytes });
     });
     stage.ops.forEach((op, index) => {
       const passed = nodeAt(op.module || "");
-      const seconds = (op.forward || 0) + (op.backward || 0) + alpa.sum((op.messages || []).map((m) => m.seconds));
+      const seconds = op.step || 0;
       passed.forEach((node) => (node.seconds += seconds));
       passed[passed.length - 1].items.push({ kind: "op", index, name: op.name, of: op, seconds });
     });
@@ -177,7 +180,7 @@
           if (rows.length < 200 && `${of.module || ""} ${of.name}`.toLowerCase().includes(text)) {
             const bytes = of.bytes ? alpa.sum(of.bytes) : 0;
             const name = kind === "op" && of.module ? `${of.module}: ${of.name}` : of.name;
-            rows.push(leaf(plan, number, { kind, index, name, of, bytes, seconds: (of.forward || 0) + (of.backward || 0) }, 0));
+            rows.push(leaf(plan, number, { kind, index, name, of, bytes, seconds: of.step || 0 }, 0));
           }
         });
       }
@@ -230,7 +233,7 @@
 
     const legend = el("p", { class: "hint" },
       el("span", { class: "kind parameter" }, "■"), " parameter, bytes of a device · ",
-      el("span", { class: "kind op" }, "○"), " op, seconds of a micro-batch");
+      el("span", { class: "kind op" }, "○"), " op, seconds of a step, with collectives; modules with their updates");
     return el("div", { class: "card tree-card" }, el("h2", {}, "Model"), search, el("div", { class: "scroll" }, list), legend);
   };
 })();
