@@ -1,5 +1,6 @@
 """The tensors of a batch: which have its size, and which share memory."""
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -52,15 +53,20 @@ def same_tensors(leaves: Sequence[Any]) -> dict[int, int]:
     return same
 
 
-def overlapping(leaves: Sequence[Any]) -> frozenset[int]:
-    """Return the indices of the leaves whose memory another tensor of the batch shares."""
-    first: dict[int, int] = {}
-    shared: set[int] = set()
-    for index, leaf in enumerate(leaves):
-        if not isinstance(leaf, Tensor) or leaf.layout is not torch.strided:
-            continue
-        for storage in storages_of(leaf):
-            other = first.setdefault(storage, index)
-            if leaves[other] is not leaf:
-                shared |= {other, index}
+def sharing_memory(tensors: Sequence[Tensor], others: Sequence[Tensor]) -> frozenset[int]:
+    """Return the indices of the tensors whose memory another one shares.
+
+    Args:
+        tensors: the inputs of a step; one that is there twice shares its memory.
+        others: further tensors that the step reads.
+    """
+    storages: list[set[int]] = []
+    for tensor in (*tensors, *others):
+        is_strided = tensor.layout is torch.strided
+        storages.append(storages_of(tensor) if is_strided else set())
+    num_tensors = Counter(storage for of_tensor in storages for storage in of_tensor)
+    shared = set()
+    for index in range(len(tensors)):
+        if any(num_tensors[storage] > 1 for storage in storages[index]):
+            shared.add(index)
     return frozenset(shared)

@@ -16,6 +16,7 @@ from torch.utils import _pytree as pytree
 
 from alpa_strategy.capture import graph_builder, rewrites
 from alpa_strategy.capture.autocast import Autocast
+from alpa_strategy.capture.batch_leaves import sharing_memory
 from alpa_strategy.capture.graph_builder import Builder, Memory, View, ViewStep, Write, map_refs
 from alpa_strategy.capture.graph_results import (
     Numbering,
@@ -514,20 +515,30 @@ class _Converter:
         return with_records(graph, results, lists, self.trace.recording.assigned)
 
     def _written_leaves(self) -> dict[int, ir.ValueRef]:
-        """Return index of a leaf of the batch that the step writes in place -> its new value.
+        """Return index of a leaf that the step writes in place -> its new value.
 
         Raises:
-            CaptureError: another leaf has a part of its memory.
+            CaptureError: another tensor shares its memory.
         """
-        written = {}
+        entries = []
+        views = []
         for entry, view in zip(self.trace.inputs, self.input_views, strict=True):
-            if not isinstance(entry, ir.BatchInput) or not view.storage.version:
+            if isinstance(entry, ir.BatchInput):
+                entries.append(entry)
+                views.append(view)
+        tensors = [self.trace.leaves[entry.leaf] for entry in entries]
+        constants = [constant.tensor for constant in self.constants]
+        shared = sharing_memory(tensors, (*self.trace.module_tensors, *constants))
+
+        written = {}
+        for index, (entry, view) in enumerate(zip(entries, views, strict=True)):
+            if not view.storage.version:
                 continue
-            if entry.leaf in self.trace.overlapping_leaves:
+            if index in shared:
                 raise CaptureError(
-                    "the step changes a tensor of its batch in place, and another tensor of the"
-                    " batch has a part of its memory",
-                    "let the loader copy it (clone), or compute a new tensor in the step",
+                    "the step changes a tensor of its batch or of an attribute in place, and"
+                    " another tensor shares its memory",
+                    "copy it before (clone), or compute a new tensor in the step",
                 )
             written[entry.leaf] = self._detached(view.storage.value)
         return written

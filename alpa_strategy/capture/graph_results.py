@@ -7,10 +7,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from alpa_strategy.capture.graph_builder import Builder, storages_of
+from alpa_strategy.capture.batch_leaves import sharing_memory
+from alpa_strategy.capture.graph_builder import Builder
 from alpa_strategy.errors import CaptureError
 from alpa_strategy.ir import graph as ir
 from alpa_strategy.ir.op import TensorMeta
@@ -103,14 +103,9 @@ def check_memory_of(
     Raises:
         CaptureError: one does.
     """
-    storages: list[set[int]] = []
-    for tensor in (*module_tensors, *constants):
-        is_strided = tensor.layout is torch.strided
-        storages.append(storages_of(tensor) if is_strided else set())
-    num_tensors = Counter(storage for of_tensor in storages for storage in of_tensor)
+    shared = sharing_memory(module_tensors, constants)
     for entry in updated:
-        is_shared = any(num_tensors[storage] > 1 for storage in storages[entry.value])
-        if is_shared and isinstance(entry, ir.BufferInput):
+        if entry.value in shared and isinstance(entry, ir.BufferInput):
             raise CaptureError(
                 f"the step changes buffer {entry.name}, of which another tensor is a view, made"
                 " before",

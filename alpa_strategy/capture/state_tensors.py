@@ -119,12 +119,35 @@ class StateInputs:
         return len(leaves) == len(stand_ins) and all(is_same)
 
     def guards(self) -> tuple[ValueGuard, ...]:
-        """Return guards on the structure and shapes of the values."""
+        """Return guards on the structure, shapes and common memory of the values."""
         guards = []
         for place, value in self._values.items():
             namespace: Mapping[Any, Any] = place.holder(self._module)
             guards.append(ValueGuard(place.attribute, place.name, namespace, _Alike(value)))
+        names = ", ".join(map(str, self._places))
+        memory = _CommonMemory(self._module, self._places)
+        if len(memory.get("")) > 1:
+            label = f"which of the tensors in {names} share memory"
+            guards.append(ValueGuard(label, "memory", memory, memory.get("")))
         return tuple(guards)
+
+
+class _CommonMemory:
+    """The namespace of a guard on which tensors at some places share memory."""
+
+    def __init__(self, module: nn.Module, places: Sequence[Place]) -> None:
+        self._module = module
+        self._places = places
+
+    def get(self, name: str, default: Any = None) -> tuple[int, ...]:
+        """Return for each tensor the index of the first one on the same memory."""
+        first: dict[int, int] = {}
+        indices = []
+        for leaf in state_leaves(self._module, self._places):
+            if isinstance(leaf, Tensor):
+                storage = leaf.untyped_storage()._cdata
+                indices.append(first.setdefault(storage, len(indices)))
+        return tuple(indices)
 
 
 class _Alike:

@@ -27,7 +27,6 @@ from alpa_strategy.capture import python_reads
 from alpa_strategy.capture.attribute_writes import note_writes
 from alpa_strategy.capture.batch_leaves import (
     have_common_size,
-    overlapping,
     same_tensors,
     size_of_batch,
 )
@@ -92,8 +91,8 @@ class Trace:
     # The module's parameters and buffers, in the order of the first inputs.
     module_tensors: tuple[Tensor, ...] = ()
 
-    # Indices of the batch leaves of whose memory another leaf has a part.
-    overlapping_leaves: frozenset[int] = frozenset()
+    # The leaves of the batch, then of the tensors that one step leaves for the next.
+    leaves: tuple[Any, ...] = ()
 
     # As of `StepCall`.
     state: frozenset[str] | None = None
@@ -247,7 +246,7 @@ class _Tracing:
             self.batch_size,
             self._read_leaves(),
             tuple(tensor for tensor, _ in self.names),
-            overlapping(self._tensors_of_step()[0]),
+            tuple(self._tensors_of_step()[0]),
             call.state,
         )
 

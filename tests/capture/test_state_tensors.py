@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -95,6 +96,50 @@ def test_another_shape_is_another_step() -> None:
     assert changed_value(step.attributes) == "mean"
     module.mean = None
     assert changed_value(step.attributes) == "mean"
+
+
+def under_two_names(self: Step) -> None:
+    self.other = self.mean
+
+
+def a_part_of_another(self: Step) -> None:
+    self.other = torch.zeros(2, 4)
+    self.mean = self.other[0]
+
+
+def in_an_object(self: Step) -> None:
+    self.other = SimpleNamespace(tensor=self.mean)
+
+
+def a_buffer(self: Step) -> None:
+    self.register_buffer("other", self.mean)
+
+
+@pytest.mark.parametrize("share", [under_two_names, a_part_of_another, in_an_object, a_buffer])
+def test_a_tensor_in_two_places_is_not_changed_in_place(share) -> None:
+    def writes(self: Step, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.mean.mul_(0.5).add_(x.sum())
+        return self.layer(x).sum() + getattr(self.other, "tensor", self.other).sum()
+
+    module = Step(writes)
+    share(module)
+    with pytest.raises(CaptureError, match="in place"):
+        capture_step(module, torch.ones(5, 3))
+
+
+def test_tensors_that_come_to_share_memory_are_another_step() -> None:
+    def writes(self: Step, x: Tensor) -> Tensor:
+        self.mean.mul_(0.5).add_(x.sum())
+        return self.layer(x).sum() + self.pair[0].add_(x.sum()).sum()
+
+    module = Step(writes)
+    step = capture_step(module, torch.ones(5, 3))
+    assert changed_value(step.attributes) is None
+    module.pair = (module.mean, 2.0)
+    assert "share memory" in str(changed_value(step.attributes))
+    with pytest.raises(CaptureError, match="in place"):
+        capture_step(module, torch.ones(5, 3))
 
 
 def test_each_rank_has_its_own() -> None:
