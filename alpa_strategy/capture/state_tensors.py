@@ -142,7 +142,7 @@ class _CommonMemory:
     def get(self, name: str, default: Any = None) -> tuple[int, ...]:
         """Return for each tensor the index of the first one on the same memory."""
         first: dict[int, int] = {}
-        indices = []
+        indices: list[int] = []
         for leaf in state_leaves(self._module, self._places):
             if isinstance(leaf, Tensor):
                 storage = leaf.untyped_storage()._cdata

@@ -54,15 +54,6 @@ def page_model(
         measured: by a run of the plan; None: nothing.
     """
     answers = answers_of(plan)
-    stages = []
-    for index, stage in enumerate(plan.stages):
-        of_stage = details.stages[index] if details is not None else None
-        data = _stage(index, stage, of_stage)
-        if of_stage is not None:
-            data["total"] = total_text(plan, stage, of_stage)
-            _add_step_seconds(data, StepClock.of(plan, stage), of_stage)
-        stages.append(data)
-
     return {
         "name": name,
         "title": _title(plan),
@@ -93,13 +84,26 @@ def page_model(
         ],
         "detailed": details is not None,
         "groups": equal_stages(plan),
-        "stages": stages,
+        "stages": _stages(plan, details),
         "timeline": _timeline(plan),
         "explanations": _explanations(details),
         # Whether `alpa why` can make the plan's step once more.
         "explainable": details is not None and details.origin is not None,
         "measured": measured_model(plan, measured),
     }
+
+
+def _stages(plan: Plan, details: PlanDetails | None) -> list[dict[str, Any]]:
+    """Return the data of all stages."""
+    stages = []
+    for index, stage in enumerate(plan.stages):
+        of_stage = details.stages[index] if details is not None else None
+        data = _stage(index, stage, of_stage)
+        if of_stage is not None:
+            data["total"] = total_text(plan, stage, of_stage)
+            _add_step_seconds(data, StepClock.of(plan, stage), of_stage)
+        stages.append(data)
+    return stages
 
 
 def _add_step_seconds(data: dict[str, Any], clock: StepClock, details: StageDetails) -> None:
