@@ -74,7 +74,7 @@ def stage_summary(stage: StagePlan) -> StageSummary:
             tensor *= size
         else:
             data *= size
-            zero = max(zero, _zero_level(elements))
+            zero = max(zero, _zero_level(elements, _uses_shards(stage, axis)))
     return StageSummary(data, tensor, experts, zero, stage.remat)
 
 
@@ -100,6 +100,14 @@ def _elements_by_storage(stage: StagePlan, axis: int) -> Counter[str]:
 
 def _divides_matrices(stage: StagePlan, axis: int, elements: Counter[str]) -> bool:
     """Whether an axis divides the matrices of products more often than their samples."""
+    num_divided, num_full = _products(stage, axis)
+    if num_divided == num_full == 0:
+        return elements["shards"] > elements["full"] + elements["once"]
+    return num_divided > num_full
+
+
+def _products(stage: StagePlan, axis: int) -> tuple[int, int]:
+    """Return how many products read a divided and a full matrix on an axis."""
     num_divided = num_full = 0
     for name, strategies in stage.strategies.items():
         # `linear_3`
@@ -111,14 +119,25 @@ def _divides_matrices(stage: StagePlan, axis: int, elements: Counter[str]) -> bo
             num_full += 1
         else:
             num_divided += 1
-    if num_divided == num_full == 0:
-        return elements["shards"] > elements["full"] + elements["once"]
-    return num_divided > num_full
+    return num_divided, num_full
 
 
-def _zero_level(elements: Counter[str]) -> int:
+def _uses_shards(stage: StagePlan, axis: int) -> bool:
+    """Whether products read as many divided matrices as the axis stores in shards: then no
+    matrix is gathered for its use, as under ZeRO-3.
+    """
+    num_sharded = 0
+    for name, plan in stage.parameter_plans.items():
+        mode = plan.modes[axis]
+        is_shard = mode.storage is not Storage.REPLICATE and not mode.is_gathered_once
+        num_sharded += is_shard and len(stage.shapes.get(name, ())) > 1
+    num_divided, _ = _products(stage, axis)
+    return num_divided >= num_sharded > 0
+
+
+def _zero_level(elements: Counter[str], uses_shards: bool) -> int:
     """Return the ZeRO level of an axis that divides samples."""
-    if elements["shards"] > elements["full"] + elements["once"]:
+    if not uses_shards and elements["shards"] > elements["full"] + elements["once"]:
         return 3
     return 1 if elements["once"] > elements["full"] else 0
 
@@ -163,8 +182,10 @@ def _words_of_unequal(summaries: Sequence[StageSummary]) -> list[str]:
     ):
         most = max(sizes)
         if most > 1:
-            up_to = "" if min(sizes) == most else "up to "
-            words.append(f"{up_to}{most}-way {kind} parallel")
+            where = [index for index, size in enumerate(sizes) if size == most]
+            is_all = len(where) == len(sizes)
+            of_stages = "" if is_all else f" (most in {_stages_text(where)})"
+            words.append(f"{'' if is_all else 'up to '}{most}-way {kind} parallel{of_stages}")
 
     features = Counter(f"ZeRO-{summary.zero}" for summary in summaries if summary.zero)
     features["activation checkpointing"] = sum(summary.remat for summary in summaries)
@@ -174,6 +195,13 @@ def _words_of_unequal(summaries: Sequence[StageSummary]) -> list[str]:
         elif count:
             words.append(f"{feature} in {count} of {len(summaries)} stages")
     return words
+
+
+def _stages_text(indices: Sequence[int]) -> str:
+    """Return the first of several stages as text: `stages 0, 3`."""
+    shown = ", ".join(map(str, indices[:4]))
+    more = ", ..." if len(indices) > 4 else ""
+    return f"stage{'s' * (len(indices) > 1)} {shown}{more}"
 
 
 def peak_text(plan: Plan, memory_limit: float | None, process_bytes: int) -> Text:

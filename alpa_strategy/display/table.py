@@ -53,7 +53,7 @@ MODE_MEANINGS = {
     "R": "replicated",
     "R*": "replicated, gradient summed once per step (data parallel)",
     "S": "sharded along dim n, used in shards or gathered at each use (tensor parallel, ZeRO-3)",
-    "G": "sharded along dim n, gathered once per step (ZeRO-1/2)",
+    "G": "sharded along dim n, gathered once per step (ZeRO-1)",
 }
 
 

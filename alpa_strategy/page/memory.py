@@ -1,17 +1,17 @@
 """The memory of devices for the page: the parts that the terminal prints, and what is in them."""
 
+from collections.abc import Mapping
 from typing import Any
 
 from alpa_strategy.display.memory import memory_of_meshes
 from alpa_strategy.ir.plan import Plan, StagePlan
 from alpa_strategy.ir.plan_details import StageMemory
 
-# Of a part of the memory: the bytes that are known of it (a field of `StageMemory`), what they are,
-# and what the rest is.
-_ITEMS = {
-    "weights": ("weights", "stored", "gathered copies, casts and buffers"),
-    "gradients": ("gradients", "stored", "before they are scattered"),
-    "activations": ("recomputed", "recomputed segment", "of the micro-batches in flight"),
+# What the bytes of a part are that no item has.
+_RESTS = {
+    "weights": "made once per step, such as bfloat16 casts, and buffers",
+    "gradients": "of gathered copies, summed in full before they are scattered once per step",
+    "activations": "of the micro-batches in flight",
 }
 
 
@@ -30,13 +30,29 @@ def parts_within(stage: StagePlan, memory: StageMemory) -> dict[str, list[list[A
     The bytes of a part's items sum to the part. Parts of a single item are left out.
     """
     within = {}
-    for part, (field, text, rest) in _ITEMS.items():
+    for part, items in _items(stage.predicted.memory, memory).items():
         whole_bytes = stage.predicted.memory.get(part, 0)
-        known_bytes = getattr(memory, field)
-
-        if 0 < known_bytes < whole_bytes:
-            within[part] = [[text, known_bytes], [rest, whole_bytes - known_bytes]]
+        known: list[list[Any]] = [
+            [text, num_bytes] for text, num_bytes in items.items() if num_bytes > 0
+        ]
+        rest = whole_bytes - sum(num_bytes for _, num_bytes in known)
+        if known and rest > 0:
+            known.append([_RESTS[part], rest])
+        if len(known) > 1 and rest >= 0:
+            within[part] = known
     return within
+
+
+def _items(parts: Mapping[str, int], memory: StageMemory) -> dict[str, dict[str, int]]:
+    """Return what is known of the bytes in each part, by what they are."""
+    # The gathered bytes are those of copies and of their gradients.
+    gradients = max(0, parts.get("gradients", 0) - memory.gradients)
+    copies = max(0, memory.gathered - gradients)
+    return {
+        "weights": {"stored": memory.weights, "gathered copies, in the dtype of their use": copies},
+        "gradients": {"stored": memory.gradients},
+        "activations": {"recomputed segment": memory.recomputed},
+    }
 
 
 def memory_over_time(stage: StagePlan, memory: StageMemory) -> dict[str, int]:

@@ -276,8 +276,8 @@ def test_words_are_true_of_stages_that_differ():
     alone = replace(plan.stages[1], submesh=(1, 1), logical_mesh=(1, 1))
     plan = replace(plan, stages=(plan.stages[0], alone, plan.stages[2]))
     assert plan_words(plan) == (
-        "3 pipeline stages on 1 to 8 devices each, up to 2-way data parallel, up to 4-way tensor"
-        " parallel, ZeRO-1 in 2 of 3 stages"
+        "3 pipeline stages on 1 to 8 devices each, up to 2-way data parallel (most in stages"
+        " 0, 2), up to 4-way tensor parallel (most in stages 0, 2), ZeRO-1 in 2 of 3 stages"
     )
     assert stages_text(plan) == "3 stages, on meshes 2 x 4, 1 x 1, 2 x 4"
     alone = replace(plan, stages=(replace(alone, remat=True),))

@@ -25,6 +25,18 @@ def test_the_items_of_a_part_sum_to_it(model, options):
             assert sum(num_bytes for _, num_bytes in items) == of_stage["parts"][part]
 
 
+def test_what_is_gathered_once_per_step_is_told_apart_from_casts():
+    plan, task = planned("gpt", (("parallel", "zero1"),))
+    details = details_of(task, plan)
+    memory = details.stages[0].memory
+    (stage,) = page_model(plan, details)["stages"]
+    items = dict(stage["within"]["weights"])
+    gathered = items["gathered copies, in the dtype of their use"]
+    scattered = stage["within"]["gradients"][1][1]
+    assert gathered + scattered == memory.gathered
+    assert items["stored"] == memory.weights
+
+
 def test_the_stages_of_a_device_share_its_memory():
     plan, _ = planned("gpt", PIPELINE)
     both = tuple(replace(stage, first_device=0) for stage in plan.stages)

@@ -6,7 +6,7 @@
     "R*": "full copy on every device; gradients are summed once per step (data parallel)",
     R: "full copy on every device, which all compute the same",
     S: "sharded along dim %; used as shards (tensor parallel) or gathered at each use (ZeRO-3)",
-    G: "sharded along dim %; gathered once per step (ZeRO-1/2)",
+    G: "sharded along dim %; gathered once per step (ZeRO-1)",
     P: "a partial value on every device, to be summed",
   };
   const PLACES = { before: "before it", inside: "inside it", update: "its update" };
