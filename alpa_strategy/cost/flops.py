@@ -244,9 +244,16 @@ def _product_work(
     takes_vectors = name in ("dot", "mv", "vdot", "matmul", "einsum")
     factors: list[TensorMeta] = []
     biases: list[TensorMeta] = []
-    for meta in grads:
-        is_factor = takes_vectors or len(meta.shape) > 1
-        (factors if is_factor else biases).append(meta)
+    for position, meta in enumerate(call.operands):
+        if not meta.requires_grad:
+            continue
+        # The bias of a fused projection has two dims: a row for each segment.
+        is_bias = name in LINEARS and position == 2
+        is_matrix = len(meta.shape) > 1 and not is_bias
+        if takes_vectors or is_matrix:
+            factors.append(meta)
+        else:
+            biases.append(meta)
     # A matmul per factor that requires grad, of the result's gradient and the other factor. The
     # gradient of a bias is a sum over the result's.
     moved = len(grads) * result_bytes + len(factors) * operand_bytes + _bytes_of(biases)
