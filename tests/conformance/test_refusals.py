@@ -54,9 +54,13 @@ class Iterates(Net):
         return None
 
 
-class Keeps(Net):
+class Fills(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table: dict[str, Any] = {}
+
     def training_step(self, batch: Any, batch_idx: int) -> Any:
-        self.last = batch[0]
+        self.table["last"] = batch[0]
         return super().training_step(batch, batch_idx)
 
 
@@ -119,7 +123,7 @@ REFUSED = {
     ReadsValues: "tensor's value",
     ReadsMetrics: "trainer.callback_metrics",
     Iterates: "dataloader_iter",
-    Keeps: "last",
+    Fills: "table",
     KeepsOutside: "SEEN",
     CountsOutside: "COUNT",
     Frozen: "no trainable parameters",
