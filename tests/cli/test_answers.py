@@ -26,7 +26,7 @@ def test_terminal_and_page_share_the_answers_of_a_plan(monkeypatch) -> None:
         return best_change(*arguments)
 
     monkeypatch.setattr(answers, "best_change", counted)
-    console = Console(width=200, record=True)
+    console = Console(width=400, record=True)
     console.print(plan_summary(plan), plan_table(plan, plan.figures.memory_limit))
     (model,) = models_of(plan_page(plan))
     assert len(calls) == 1

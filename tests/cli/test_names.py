@@ -103,7 +103,15 @@ def plan_of(name: str) -> Plan:
         notes=(name,),
         solver_seconds={name: 3.0},
         cluster_name=name,
-        figures=TaskFigures(1, 1, name, 0.1, name, 0.05, {name: name}),
+        figures=TaskFigures(
+            1,
+            1,
+            name,
+            peak_seconds=0.1,
+            half_precision=name,
+            half_share=0.05,
+            assumed_rates={name: name},
+        ),
         phases=(PhaseCost(name, 1, name, 2**30, 0.1, None, None),),
     )
 
