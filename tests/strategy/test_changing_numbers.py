@@ -219,7 +219,9 @@ def train_both(name: str, root: str) -> Any:
     return train(name, "ddp"), train_sharded(name, root, {})
 
 
-@pytest.mark.parametrize(("name", "captures"), [("AsAnIndex", 4), ("Branching", 3), ("WithinTheStep", 2)])
+@pytest.mark.parametrize(
+    ("name", "captures"), [("AsAnIndex", 4), ("Branching", 3), ("WithinTheStep", 2)]
+)
 def test_numbers_of_shapes_and_branches_are_captured_by_their_values(
     pool, tmp_path, name: str, captures: int
 ) -> None:
