@@ -85,24 +85,28 @@ def wide_resnet(exam: Exam) -> Made:
     return model, (images, torch.randint(10, (256,), generator=numbers)), 16
 
 
+class NextToken(pl.LightningModule):
+    """The training of a causal language model of Hugging Face, which is in `model`."""
+
+    model: Any
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        tokens, targets = batch  # [rows, sequence] each
+        logits = self.model(input_ids=tokens, use_cache=False).logits
+        return torch.nn.functional.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=1e-3)
+
+
 def llama(exam: Exam) -> Made:
     """Hugging Face's, where `transformers` is installed."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    class Llama(pl.LightningModule):
+    class Llama(NextToken):
         def __init__(self, config: LlamaConfig) -> None:
             super().__init__()
             self.model = LlamaForCausalLM(config)
-
-        def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
-            tokens, targets = batch  # [rows, sequence] each
-            logits = self.model(input_ids=tokens, use_cache=False).logits
-            return torch.nn.functional.cross_entropy(
-                logits.flatten(0, 1).float(), targets.flatten()
-            )
-
-        def configure_optimizers(self) -> torch.optim.Optimizer:
-            return torch.optim.AdamW(self.parameters(), lr=1e-3)
 
     hidden, length = (32, 16) if exam.small else (256, 128)
     config = LlamaConfig(
@@ -217,6 +221,23 @@ def fit(
 ) -> pl.Trainer:
     """Train on `rows`, in their order."""
     loader = DataLoader(TensorDataset(*rows), batch_size, pin_memory=exam.on_gpu)
+    return fit_loader(
+        exam, model, loader, strategy, precision, steps, callbacks, ckpt_path, **trainer
+    )
+
+
+def fit_loader(
+    exam: Exam,
+    model: Any,
+    loader: DataLoader,
+    strategy: Any = "auto",
+    precision: Any = "32-true",
+    steps: int = 8,
+    callbacks: Sequence[pl.Callback] = (),
+    ckpt_path: str | None = None,
+    **trainer: Any,
+) -> pl.Trainer:
+    """Train on the batches of a loader."""
     trainer_options: dict[str, Any] = {
         "devices": 1,
         "enable_checkpointing": False,
@@ -292,9 +313,12 @@ def trained(
         [losses, *callbacks],
         **trainer_options,
     )
-    return losses.values(), {
-        name: value.detach().cpu().double() for name, value in model.state_dict().items()
-    }
+    return losses.values(), state_of(model)
+
+
+def state_of(model: pl.LightningModule) -> dict[str, Tensor]:
+    """Return a module's state on the CPU in float64, to be compared."""
+    return {name: value.detach().cpu().double() for name, value in model.state_dict().items()}
 
 
 def apart(mine: Trained, theirs: Trained) -> tuple[float, float]:

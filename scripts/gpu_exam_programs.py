@@ -15,7 +15,21 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from gpu_exam_jobs import Add, each, verdict
-from gpu_exam_models import ROOT, Exam, Losses, Trained, alpa, apart, deterministic, tokens_of
+from gpu_exam_models import (
+    ROOT,
+    Exam,
+    Losses,
+    Made,
+    NextToken,
+    Trained,
+    alpa,
+    apart,
+    deterministic,
+    fit_loader,
+    state_of,
+    tokens_of,
+    trained,
+)
 from torch.utils.data import DataLoader, Dataset
 
 STEPS = 4
@@ -68,28 +82,11 @@ def _train_program(exam: Exam, program: Any, strategy: Any) -> tuple[Trained, bo
     finally:
         torch.set_default_dtype(torch.float32)
     losses = Losses()
-    trainer = _trainer(exam, strategy, "32-true", losses)
     # One item is a batch; a step may ask for the loader's batch size.
     loader = DataLoader(Batches(program), batch_size=1, collate_fn=itemgetter(0))
-    trainer.fit(module, loader)
-    state = {name: value.detach().cpu().double() for name, value in module.state_dict().items()}
+    fit_loader(exam, module, loader, strategy, steps=STEPS, callbacks=[losses])
     plan = getattr(strategy, "plan", None)
-    return (losses.values(), state), plan is not None and plan.is_eager
-
-
-def _trainer(exam: Exam, strategy: Any, precision: str, losses: Losses) -> pl.Trainer:
-    return pl.Trainer(
-        accelerator="gpu" if exam.on_gpu else "cpu",
-        devices=1,
-        strategy=strategy,
-        precision=precision,  # type: ignore[arg-type]
-        max_steps=STEPS,
-        callbacks=[losses],
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
+    return (losses.values(), state_of(module)), plan is not None and plan.is_eager
 
 
 def hugging_face(exam: Exam, add: Add) -> None:
@@ -147,32 +144,18 @@ def _finetune(
 
     from alpa_strategy import hf
 
-    class FineTuning(pl.LightningModule):
+    class FineTuning(NextToken):
         def configure_model(self) -> None:
             if hasattr(self, "model"):
                 return
             self.model = hf.from_pretrained(weights, AutoModelForCausalLM, dtype=torch.float32)
             self.model.train()
 
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            tokens, targets = batch  # [samples, sequence] each
-            logits = self.model(input_ids=tokens, use_cache=False).logits
-            return torch.nn.functional.cross_entropy(
-                logits.flatten(0, 1).float(), targets.flatten()
-            )
-
-        def configure_optimizers(self) -> torch.optim.Optimizer:
-            return torch.optim.AdamW(self.parameters(), lr=1e-3)
-
         def on_train_end(self) -> None:
             if exported is not None:
                 self.trainer.strategy.save_pretrained(exported)  # type: ignore[attr-defined]
 
-    pl.seed_everything(0, verbose=False)
-    module = FineTuning()
-    losses = Losses()
-    trainer = _trainer(exam, strategy, precision, losses)
-    data = torch.utils.data.TensorDataset(*tokens_of(64, 64, 512))
-    trainer.fit(module, DataLoader(data, batch_size=8))
-    state = {name: value.detach().cpu().double() for name, value in module.state_dict().items()}
-    return losses.values(), state
+    def make(exam: Exam) -> Made:
+        return FineTuning(), tokens_of(64, 64, 512), 8
+
+    return trained(exam, make, strategy, precision, STEPS)

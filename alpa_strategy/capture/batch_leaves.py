@@ -53,6 +53,15 @@ def same_tensors(leaves: Sequence[Any]) -> dict[int, int]:
     return same
 
 
+def first_on_memory(tensors: Sequence[Tensor]) -> tuple[int, ...]:
+    """Return for each strided tensor the index of the first one on the same memory."""
+    first: dict[int, int] = {}
+    indices = []
+    for index, tensor in enumerate(tensors):
+        indices.append(first.setdefault(tensor.untyped_storage()._cdata, index))
+    return tuple(indices)
+
+
 def sharing_memory(tensors: Sequence[Tensor], others: Sequence[Tensor]) -> frozenset[int]:
     """Return the indices of the tensors whose memory another one shares.
 

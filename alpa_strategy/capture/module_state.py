@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from alpa_strategy.capture.kept_state import snapshots_in
 from alpa_strategy.capture.python_state import (
     LIBRARIES,
+    MEMBERS,
     framework_attributes,
     is_plain,
     outermost_metrics,
@@ -21,8 +22,6 @@ from alpa_strategy.capture.snapshots import Kind, NamesThatCount, OfData, Snapsh
 from alpa_strategy.errors import CaptureError
 from alpa_strategy.ir.guards import MISSING
 from alpa_strategy.ir.places import Place
-
-_MEMBERS = ("_parameters", "_buffers", "_modules")
 
 
 def _class_values(kind: type) -> dict[str, Any]:
@@ -139,7 +138,7 @@ def _snapshots_of(
     dicts = {name: value for name, value in attributes.items() if isinstance(value, dict)}
     # A first call may install layers and buffers. Its flag is undone as well.
     for name, value in dicts.items():
-        if name in _MEMBERS:
+        if name in MEMBERS:
             yield take(Kind.CONTAINER, f"{path}.{name}".lstrip("."), value)
     for name, value in dicts.items():
         if name.startswith("_forward_"):

@@ -46,7 +46,7 @@ WITH_STATE = (
     torch.Generator,
     *SHARED,
 )
-_MEMBERS = ("_parameters", "_buffers", "_modules")
+MEMBERS = ("_parameters", "_buffers", "_modules")
 # Objects of Python's own classes that are nothing but their fields.
 RECORDS = (types.SimpleNamespace, argparse.Namespace, UserDict, UserList, threading.local)
 # Modules whose classes other threads work on, or the framework: what descends from one of these

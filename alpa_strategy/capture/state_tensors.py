@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from alpa_strategy.capture.python_state import PLAIN, patched
+from alpa_strategy.capture.batch_leaves import first_on_memory
+from alpa_strategy.capture.python_state import MEMBERS, PLAIN, patched
 from alpa_strategy.errors import CaptureError
 from alpa_strategy.ir.guards import ValueGuard
 from alpa_strategy.ir.places import Place
@@ -60,7 +61,7 @@ def place_of(module: nn.Module, tensor: Tensor) -> Place | None:
     """Return the attribute that has a tensor, or a container of it; None if there is none."""
     for path, child in module.named_modules():
         for name, value in vars(child).items():
-            if name.startswith("_") and name in ("_parameters", "_buffers", "_modules"):
+            if name in MEMBERS:
                 continue
             is_there = any(leaf is tensor for leaf in pytree.tree_leaves(value))
             if is_there and is_state(value):
@@ -141,13 +142,8 @@ class _CommonMemory:
 
     def get(self, name: str, default: Any = None) -> tuple[int, ...]:
         """Return for each tensor the index of the first one on the same memory."""
-        first: dict[int, int] = {}
-        indices: list[int] = []
-        for leaf in state_leaves(self._module, self._places):
-            if isinstance(leaf, Tensor):
-                storage = leaf.untyped_storage()._cdata
-                indices.append(first.setdefault(storage, len(indices)))
-        return tuple(indices)
+        leaves = state_leaves(self._module, self._places)
+        return first_on_memory([leaf for leaf in leaves if isinstance(leaf, Tensor)])
 
 
 class _Alike:

@@ -16,7 +16,7 @@ from alpa_strategy.units import format_seconds
 MAX_ACTIONS = 40_000
 
 # Seconds that differ by less than this share are the same: they were summed in another order.
-_ROUNDING = 1e-6
+ROUNDING = 1e-6
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,7 @@ def sum_of_collectives_text(stage: StagePlan) -> str:
     total = sum(collective.seconds for collective in stage.collectives)
     left = stage.predicted.communication_seconds
     text = f"sum {format_seconds(total)}"
-    if abs(total - left) <= _ROUNDING * total:
+    if abs(total - left) <= ROUNDING * total:
         return f"{text}: the communication of the step"
     shown = f"{format_seconds(left)} left, the communication of the step"
     if total > left:

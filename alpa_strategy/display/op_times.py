@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from rich.console import Group, RenderableType
 
+from alpa_strategy.display.communication import ROUNDING
 from alpa_strategy.display.console import plain
 from alpa_strategy.display.findings import busiest_text
 from alpa_strategy.display.stage_groups import busiest_stages
@@ -20,9 +21,6 @@ from alpa_strategy.units import format_seconds, format_share
 
 # Rows of the list of the slowest ops.
 MAX_ROWS = 5
-
-# Seconds that differ by less than this share are the same: they were summed in another order.
-_ROUNDING = 1e-6
 
 
 @dataclass(frozen=True)
@@ -71,7 +69,7 @@ def total_text(plan: Plan, stage: StagePlan, details: StageDetails) -> str:
     total = total_seconds(StepClock.of(plan, stage), details)
     step = stage.predicted.step_seconds
     text = f"all ops and updates take {format_seconds(total)} of a step"
-    if total - step <= _ROUNDING * total:
+    if total - step <= ROUNDING * total:
         return text
     hidden = format_seconds(total - step)
     return f"{text}, {hidden} of it overlapped: {format_seconds(step)}"

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from alpa_strategy.capture.batch_leaves import first_on_memory, same_tensors
 from alpa_strategy.capture.non_tensor_inputs import may_be_unread, register_batch_types
 
 # Values of these types are leaves, whatever is registered.
@@ -38,13 +39,10 @@ def _shared_memory(leaves: list[Any]) -> tuple[tuple[int, int], ...]:
     for leaf in leaves:
         if isinstance(leaf, Tensor) and leaf.layout is torch.strided:
             tensors.append(leaf)
-    same: dict[int, int] = {}
-    on_memory: dict[int, int] = {}
-    pattern = []
-    for index, tensor in enumerate(tensors):
-        first = same.setdefault(id(tensor), index)
-        pattern.append((first, on_memory.setdefault(tensor.untyped_storage()._cdata, index)))
-    return tuple(pattern) if len(on_memory) < len(tensors) else ()
+    on_memory = first_on_memory(tensors)
+    if on_memory == tuple(range(len(tensors))):
+        return ()
+    return tuple(zip(same_tensors(tensors).values(), on_memory, strict=True))
 
 
 def _key(value: Any, leaves: list[Any]) -> Hashable:

@@ -69,7 +69,7 @@ def append_to_lists(
     """Append the step's values to the module's lists, as the user's step would."""
     if not step.appended:
         return
-    detached = {index: value.detach() for index, value in values.items()}
+    detached = _detached(values)
     for record in step.appended:
         if record.place.leaf is None:
             record.place.value(module).extend(
@@ -87,10 +87,15 @@ def set_attributes(
     """Set the attributes of modules that the user's step would set."""
     if not step.assigned:
         return
-    detached = {index: value.detach() for index, value in values.items()}
+    detached = _detached(values)
     for record in step.assigned:
         attributes = record.place.holder(module)
         attributes[record.place.item] = materialize_output(record.value, detached, leaves, counters)
+
+
+def _detached(values: Mapping[int, Tensor]) -> dict[int, Tensor]:
+    """Return the values without their gradients, which what a module keeps must not hold."""
+    return {index: value.detach() for index, value in values.items()}
 
 
 def without_writes(step: StepGraph, leaves: Sequence[Any]) -> Sequence[Any]:

@@ -110,13 +110,7 @@ def _guards_around_programs(
 def _check_effects(graph: StepGraph, trace: Trace) -> None:
     """Raise CaptureError if the calls do more than return tensors."""
     recording = trace.recording
-    records = (
-        graph.logs,
-        graph.metrics,
-        graph.checks,
-        graph.appended,
-        graph.guards,
-    )
+    records = (graph.logs, graph.metrics, graph.checks, graph.appended, graph.guards)
     updates_buffer = any(buffer.update is not None for buffer in graph.buffers)
     if any((*records, recording.stored, recording.grown)) or updates_buffer:
         raise CaptureError("it logs, checks values, or changes buffers, attributes or lists")
