@@ -9,7 +9,6 @@ grad mode and autocast; `convert` (capture.py) makes the StepGraph.
 import logging
 import operator
 import random
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
@@ -50,6 +49,7 @@ from alpa_strategy.capture.snapshots import Kind, take
 from alpa_strategy.capture.state_tensors import StateInputs
 from alpa_strategy.capture.symbolic_scalars import FunctionsRequested, StepCounter
 from alpa_strategy.capture.tracer_mode import TracerMode
+from alpa_strategy.capture.uncompiled import uncompiled
 from alpa_strategy.errors import CaptureError
 from alpa_strategy.ir.graph import BatchInput, BufferInput, LeafRef, ParameterInput, ValueRef
 from alpa_strategy.ir.guards import ValueGuard
@@ -551,19 +551,3 @@ def generators_kept() -> Iterator[None]:
             "draw with torch (torch.rand, torch.randint) and choose with torch.where, or draw in"
             " the dataset",
         )
-
-
-@contextmanager
-def uncompiled() -> Iterator[None]:
-    """Run functions under `torch.compile` eagerly, since the captured graph replaces them."""
-    # If it is not imported, nothing is compiled. Importing it takes seconds.
-    if "torch._dynamo" not in sys.modules:
-        yield
-        return
-    import torch._dynamo
-
-    with (
-        torch.compiler.set_stance("force_eager"),
-        torch._dynamo.config.patch(error_on_nested_fx_trace=False),
-    ):
-        yield

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from alpa_strategy.checkpoint.on_demand import LazyEntryGather
 from alpa_strategy.checkpoint.tensors import LocalShards, StoredTensor
@@ -32,13 +33,41 @@ class _DescribedTensor:
     is_on_device: bool
 
 
+@dataclass(frozen=True)
+class _DescribedParts:
+    """A tensor of a class that wraps others (torchao's 8-bit state), as its rank describes it."""
+
+    kind: Any
+
+    # By the name of the attribute.
+    parts: dict[str, _DescribedTensor]
+
+    # What the class makes the tensor from, beside its parts.
+    context: Any
+    shape: torch.Size
+    stride: tuple[int, ...]
+
+    def with_parts(self, parts: dict[str, Tensor]) -> Any:
+        """Return the tensor of the class that wraps `parts`."""
+        return self.kind.__tensor_unflatten__(parts, self.context, self.shape, self.stride)
+
+
 def described_state(state: Mapping[str, Any]) -> dict[str, Any]:
     """Return the description of a parameter's state: small and picklable."""
     return pytree.tree_map_only(Tensor, _described, dict(state))
 
 
-def _described(tensor: Tensor) -> _DescribedTensor:
+def _described(tensor: Any) -> _DescribedTensor | _DescribedParts:
     """Return a tensor's shape and dtype for other ranks; its value if it has no dims."""
+    if is_traceable_wrapper_subclass(tensor):
+        names, context = tensor.__tensor_flatten__()
+        parts = {name: _described_plain(getattr(tensor, name)) for name in names}
+        return _DescribedParts(type(tensor), parts, context, tensor.shape, tensor.stride())
+    return _described_plain(tensor)
+
+
+def _described_plain(tensor: Tensor) -> _DescribedTensor:
+    """Return the description of a tensor that wraps no others."""
     is_on_device = tensor.device.type != "cpu"
     if tensor.dim() == 0:
         return _DescribedTensor(tensor.detach().cpu(), is_on_device)
@@ -51,15 +80,27 @@ def converted_state(
     description: Mapping[str, Any],
     state: Mapping[str, Any] | None,
     convert: ConvertOwned,
+    gather: ConvertOwned,
 ) -> dict[str, Any]:
-    """Return the state with converted tensors, on every rank. Collective if `convert` is.
+    """Return the state with converted tensors, on every rank. Collective.
 
     Args:
         parameter: of the module.
         description: of its state.
         state: at the owner; None elsewhere.
         convert: is called for all tensors with dims, in the same order on all ranks.
+        gather: returns a full tensor. A tensor that wraps others is made of its parts in full.
     """
+
+    def convert_tensor(described: _DescribedTensor, local: Any, convert: ConvertOwned) -> Any:
+        value = described.value
+        if value.is_meta:
+            tensor = torch.empty(0, dtype=value.dtype) if local is None else local
+            return convert(parameter, tensor, value.shape)
+        if local is not None:
+            return local
+        return value.to(parameter.device) if described.is_on_device else value
+
     leaves, structure = pytree.tree_flatten(dict(description))
     local_leaves: list[Any] = [None] * len(leaves)
     if state is not None:
@@ -67,15 +108,16 @@ def converted_state(
 
     converted: list[Any] = []
     for leaf, local in zip(leaves, local_leaves, strict=True):
-        if not isinstance(leaf, _DescribedTensor):
-            converted.append(leaf if local is None else local)
-        elif leaf.value.is_meta:
-            tensor = torch.empty(0, dtype=leaf.value.dtype) if local is None else local
-            converted.append(convert(parameter, tensor, leaf.value.shape))
-        elif local is not None:
-            converted.append(local)
+        if isinstance(leaf, _DescribedTensor):
+            converted.append(convert_tensor(leaf, local, convert))
+        elif isinstance(leaf, _DescribedParts):
+            parts: dict[str, Tensor] = {}
+            for name, described in leaf.parts.items():
+                local_part = None if local is None else getattr(local, name)
+                parts[name] = convert_tensor(described, local_part, gather)
+            converted.append(leaf.with_parts(parts))
         else:
-            converted.append(leaf.value.to(parameter.device) if leaf.is_on_device else leaf.value)
+            converted.append(leaf if local is None else local)
     return pytree.tree_unflatten(converted, structure)
 
 

@@ -381,11 +381,14 @@ def _full_states(
         if store.is_stepped_in_full(parameter):
             state_here = state.get(parameter) if store.has_state(parameter) else None
             description = of_owners[parameter]
-            yield parameter, converted_state(parameter, description, state_here, convert_owned)
+            converted = converted_state(
+                parameter, description, state_here, convert_owned, store.state_of_owner
+            )
+            yield parameter, converted
             continue
 
         local_state = state.get(parameter, {})
-        converted: dict[str, Any] = {}
+        converted = {}
         for key, (value, is_laid_out_alike, is_on_device) in of_owners[parameter].items():
             if not isinstance(value, Tensor) or not value.is_meta:
                 default = value.to(parameter.device) if is_on_device else value

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from alpa_strategy.capture.uncompiled import uncompiled
 from alpa_strategy.cost.saved_tensors import LiveStorages, tensors_in
 from alpa_strategy.errors import AlpaError
 from alpa_strategy.ir.held_optimizers import groups_in, parameters_in
@@ -28,6 +29,7 @@ from alpa_strategy.planner.optimizer_work import full_updates_of
 _SHAPE = (4, 6)
 
 
+@uncompiled()
 def inspect_optimizer(
     configured: Optimizer | Sequence[Optimizer], module: nn.Module | None = None
 ) -> OptimizerInfo:
@@ -125,6 +127,7 @@ def _optimizers_in(configured: Any) -> list[Optimizer]:
     return [optimizer for entry in configured for optimizer in _optimizers_in(entry)]
 
 
+@uncompiled()
 def wants_sparse_gradients(optimizer: Optimizer) -> bool:
     """Whether the optimizer steps on sparse gradients alone (`SparseAdam`), which no captured step
     makes.

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from alpa_strategy.capture.uncompiled import uncompiled
 from alpa_strategy.ir.held_optimizers import optimizers_in, parameters_in
 from alpa_strategy.ir.optimizer_info import Reads
 from alpa_strategy.planner.optimizer_copies import (
@@ -53,6 +54,7 @@ _results_by_class: WeakKeyDictionary[type, dict[Any, Any]] = WeakKeyDictionary()
 Make = Callable[[list[nn.Parameter]], Optimizer]
 
 
+@uncompiled()
 def reads_of(optimizer: Optimizer) -> dict[nn.Parameter, Reads]:
     """Return for each of the optimizer's parameters what its update looks at.
 

@@ -151,6 +151,56 @@ class Adam8bit(OwnOptimizer):
         return moment.view_as(value)
 
 
+class Blocks(Tensor):
+    """A tensor in 8 bits with a scale for each block, as one object: torchao writes states so."""
+
+    codes: Tensor
+    scale: Tensor
+
+    @staticmethod
+    def __new__(cls, codes: Tensor, scale: Tensor) -> Blocks:
+        return Tensor._make_wrapper_subclass(cls, codes.shape, dtype=scale.dtype)
+
+    def __init__(self, codes: Tensor, scale: Tensor) -> None:
+        self.codes = codes
+        self.scale = scale
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["codes", "scale"], None
+
+    @staticmethod
+    def __tensor_unflatten__(parts: dict[str, Tensor], *_: Any) -> Blocks:
+        return Blocks(parts["codes"], parts["scale"])
+
+    def in_full(self) -> Tensor:
+        """Return the moment, `[blocks, elements of a block]`."""
+        codes = self.codes.reshape(len(self.scale), -1)
+        return codes.to(self.scale) / 127 * self.scale
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        copies = (torch.ops.aten.clone, torch.ops.aten.detach, torch.ops.aten._to_copy)
+        if func.overloadpacket not in copies:
+            raise NotImplementedError(f"{func} of {cls.__name__}")
+        return Blocks(args[0].codes.clone(), args[0].scale.clone())
+
+
+torch.serialization.add_safe_globals([Blocks])
+
+
+class AdamOfBlocks(Adam8bit):
+    """8-bit Adam whose moments are tensors of a class that wraps codes and scales."""
+
+    def _stored(self, state: dict[str, Any], name: str, value: Tensor, weight: float) -> Tensor:
+        blocks = value.reshape(-1, self.block_size)
+        moment = state[name].in_full() if name in state else torch.zeros_like(blocks)
+        moment.lerp_(blocks, weight)
+        scale = moment.abs().amax(1, keepdim=True).clamp(min=1e-30)
+        codes = (moment / scale * 127).round().to(torch.int8)
+        state[name] = Blocks(codes.view_as(value), scale)
+        return moment.view_as(value)
+
+
 class MuonWithAuxAdam(Optimizer):
     """As in Keller Jordan's code: groups with all of their settings and no others, no defaults."""
 
@@ -319,6 +369,7 @@ PEOPLES_OPTIMIZERS: dict[str, Callable[[nn.Module], Optimizer]] = {
     "soap": lambda module: Soap(module.parameters()),
     "galore": _galore,
     "8-bit": lambda module: Adam8bit(module.parameters()),
+    "8-bit in a class": lambda module: AdamOfBlocks(module.parameters()),
     "muon with aux adam": _muon_with_aux_adam,
     "chained": _chained,
     "combined": _combined,

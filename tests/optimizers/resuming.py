@@ -9,7 +9,7 @@ import torch
 from equality.harness import Rows
 from models import GPT
 from optimizers.matrix_optimizers import OPTIMIZERS, with_optimizer
-from optimizers.peoples_optimizers import PEOPLES_OPTIMIZERS
+from optimizers.peoples_optimizers import PEOPLES_OPTIMIZERS, Blocks
 from quiet import QUIET
 from torch.utils._pytree import keystr, tree_flatten_with_path, tree_map
 from torch.utils.data import DataLoader
@@ -75,7 +75,8 @@ def _tensors(state_dict: dict[str, Any]) -> dict[str, torch.Tensor]:
     """Return the tensors of a state dict by their path, those in objects too."""
     tensors: dict[str, torch.Tensor] = {}
     for path, leaf in tree_flatten_with_path(state_dict)[0]:
-        values = {"": leaf, **(vars(leaf) if hasattr(leaf, "project") else {})}
+        is_object = hasattr(leaf, "project") or isinstance(leaf, Blocks)
+        values = vars(leaf) if is_object else {"": leaf}
         for name, value in values.items():
             if isinstance(value, torch.Tensor):
                 tensors[f"{keystr(path)}.{name}"] = value.clone()

@@ -51,7 +51,8 @@ def test_resumed_under_another_plan(pool, tmp_path: Path, optimizer: str, saved:
     ("optimizer", "saved", "resumed"),
     [
         ("galore", "zero3", "stages"),
-        ("8-bit", "stages", "zero2 on 3"),
+        ("8-bit in a class", "stages", "zero2 on 3"),
+        pytest.param("8-bit", "stages", "zero2 on 3", marks=pytest.mark.slow),
         ("lookahead of a chain", "stages", "zero3"),
         # Under `tensor` gradients round otherwise, and batches that repeat have gradients of low
         # rank: their eigenvectors are any basis of a space, which the last bit decides.
@@ -77,6 +78,10 @@ def test_optimizers_of_people_are_resumed(
     for run in runs:
         torch.testing.assert_close(run, expected, rtol=1e-9, atol=1e-9)
 
+    # Lightning's own reader refuses tensors that wrap others ("Callable map_location not
+    # supported"), whoever wrote the file.
+    if optimizer == "8-bit in a class":
+        return
     plain = path
     if Path(path).is_dir():
         plain = f"{root}/plain.ckpt"
