@@ -12,11 +12,12 @@ memory with the schedule's activations in flight (floors.py): no plan that is pr
 import heapq
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import combinations
 
 import numpy as np
 
+from alpa_strategy.inter_op import stage_costs
 from alpa_strategy.inter_op.floors import StageFloors
 from alpa_strategy.inter_op.stage_costs import StageCostTask
 from alpa_strategy.inter_op.stage_dp import StageTables
@@ -69,6 +70,14 @@ def step_bound(space: StageSpace) -> float:
         if fitting < best:
             best = min(best, max(fitting, _simulated(costs, *kind)))
     return best if math.isfinite(best) else 0.0
+
+
+def with_extra_floors(space: StageSpace) -> StageSpace:
+    """Return the space with all lower bounds of its stages, of which `step_bound` is the better."""
+    runs = []
+    for mesh, costs in zip(space.meshes, space.runs, strict=True):
+        runs.append(stage_costs.with_extra_floors(space.job, mesh, costs))
+    return replace(space, runs=runs)
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,12 @@ from alpa_strategy.intra_op.problem import Problem
 from alpa_strategy.intra_op.solver.elimination import eliminate
 
 if TYPE_CHECKING:
-    from alpa_strategy.inter_op.stage_costs import LayerRangeCosts, PricedLayers, StageCostTask
+    from alpa_strategy.inter_op.stage_costs import (
+        LayerRangeCosts,
+        PricedLayers,
+        StageCostTask,
+        UnpricedLayers,
+    )
 
 
 class FloorPrice(NamedTuple):
@@ -130,38 +135,59 @@ Floors = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
 
 
 def floors_of(job: "StageCostTask", priced: "PricedLayers", is_needed: bool) -> Floors:
-    """Return lower bounds of every layer's seconds under the memory limit.
-
-    The prices at which layers were solved already give bounds as well: of stages whose activations
-    count and that recompute nothing.
+    """Return lower bounds of every layer's seconds under the memory limit, at the prices at which
+    layers were solved: of stages whose activations count and that recompute nothing.
 
     Args:
         is_needed: whether memory may bind. If not, there are no bounds.
     """
-    kinds = priced.kinds
+    kinds = priced.unpriced.kinds
     if not is_needed or len(priced.prices) == 1:
         nothing = np.zeros(len(kinds))
         return np.zeros((0, 4)), np.zeros((0, len(kinds))), nothing, nothing
 
-    known = [FloorPrice(per_byte, alive, 1.0, 0.0) for per_byte, alive in priced.prices]
-    extra = [
-        FloorPrice(priced.scale * price.per_byte, *price[1:])
-        for price in EXTRA_PRICES
-        if job.remat in (None, bool(price.recomputes))
-    ]
-    of_kinds = []
-    for problem, passing, matrix in zip(
-        priced.problems, priced.passing, priced.matrices, strict=True
-    ):
-        extra_floors = layer_floors(problem, extra, job.num_microbatches, passing)
-        of_kinds.append(np.concatenate([matrix.floors(), extra_floors]))
+    prices = [FloorPrice(per_byte, alive, 1.0, 0.0) for per_byte, alive in priced.prices]
+    of_kinds = [matrix.floors() for matrix in priced.matrices]
     seconds = np.stack([of_kinds[kind] for kind in kinds], axis=1)
-    always = np.array([least_always(problem) for problem in priced.problems])
-    working = np.array([least_working(problem) for problem in priced.problems])
+    problems = priced.unpriced.problems
+    always = np.array([least_always(problem) for problem in problems])
+    working = np.array([least_working(problem) for problem in problems])
     # What is temporary may take the place of gradients.
     if job.gradients_begin:
         working[:] = 0.0
-    return np.array([*known, *extra]), seconds, always[kinds], working[kinds]
+    return np.array(prices), seconds, always[kinds], working[kinds]
+
+
+# Of one shape: prices [price, field], seconds [price, layer].
+ExtraFloors = tuple[np.ndarray, np.ndarray]
+
+
+def extra_floors(job: "StageCostTask", layers: "UnpricedLayers", scale: float) -> ExtraFloors:
+    """Return lower bounds of every layer's seconds at `EXTRA_PRICES`.
+
+    Args:
+        scale: seconds per byte of a step in the fastest layouts.
+    """
+    prices = _extra_prices(job, scale)
+    of_kinds = []
+    for problem, passing in zip(layers.problems, layers.passing, strict=True):
+        of_kinds.append(layer_floors(problem, prices, job.num_microbatches, passing))
+    return np.array(prices), np.stack([of_kinds[kind] for kind in layers.kinds], axis=1)
+
+
+def no_extra_floors(job: "StageCostTask") -> ExtraFloors:
+    """Return as many bounds as `extra_floors` does, all of them at price 0."""
+    count = len(_extra_prices(job, 0.0))
+    return np.zeros((count, 4)), np.zeros((count, job.num_layers))
+
+
+def _extra_prices(job: "StageCostTask", scale: float) -> list[FloorPrice]:
+    """Return `EXTRA_PRICES` in seconds per byte, without those of stages that options rule out."""
+    prices = []
+    for price in EXTRA_PRICES:
+        if job.remat in (None, bool(price.recomputes)):
+            prices.append(price._replace(per_byte=scale * price.per_byte))
+    return prices
 
 
 def side_by_side(floors: Sequence[Floors], num_layers: int) -> Floors:

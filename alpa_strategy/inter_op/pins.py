@@ -11,9 +11,15 @@ from itertools import accumulate, pairwise
 import numpy as np
 
 from alpa_strategy.cluster.spec import ClusterSpec
+from alpa_strategy.cost.flops import op_flops
 from alpa_strategy.errors import OptionError, PlanError
 from alpa_strategy.inter_op.mesh_options import allowed_shapes, axis_counts
-from alpa_strategy.inter_op.subgraph import boundary_bytes, cluster_layers, default_num_layers
+from alpa_strategy.inter_op.subgraph import (
+    PLAIN_LAYERS,
+    boundary_bytes,
+    cluster_layers,
+    default_num_layers,
+)
 from alpa_strategy.intra_op.restrict import matching
 from alpa_strategy.ir.graph import StepGraph
 from alpa_strategy.options import PlanOptions
@@ -112,6 +118,7 @@ def layers_of(
 
     There are as many layers as there may be stages, and a split at every index that a pin requires.
     A parameter that several modules share is pinned where it is used under the pinned name.
+    A model of few blocks is also split as for one stage on every device, or on every equal mesh.
     """
     # Stages that the options allow; they are possible (`check_pins`).
     least = options.num_stages or 1
@@ -119,6 +126,10 @@ def layers_of(
         least = min(n for n, _ in _possible(cluster, options)[options.schedule])
     count = max(least, min(default_num_layers(step), len(step.ops)))
     cuts = {*cluster_layers(step, count), *stage_cuts(step, options.stages)}
+    is_open = options.num_stages is None and not options.stages and not options.device_map
+    if is_open:
+        for number in _regular_numbers(step, cluster, count):
+            cuts.update(cluster_layers(step, number))
 
     bytes_at = boundary_bytes(step)
     readers = _pinned_readers(step, pinned_places(step, cluster, options))
@@ -135,6 +146,15 @@ def layers_of(
                 of_layer |= places
         places_of_layers.append(frozenset(of_layer))
     return all_cuts, tuple(places_of_layers)
+
+
+def _regular_numbers(step: StepGraph, cluster: ClusterSpec, num_layers: int) -> list[int]:
+    """Return the numbers of stages on equal meshes, one on each, for which `num_layers` are too
+    few: up to as many as a model without blocks has layers.
+    """
+    most = min(PLAIN_LAYERS, sum(op_flops(op.call) > 0 for op in step.ops))
+    numbers = range(num_layers + 1, min(most, cluster.num_devices) + 1)
+    return [number for number in numbers if cluster.num_devices % number == 0]
 
 
 def _pinned_readers(

@@ -17,7 +17,14 @@ from alpa_strategy.cluster.logical_mesh import LogicalMesh
 from alpa_strategy.cluster.spec import ClusterSpec
 from alpa_strategy.cost.model import OpCosts
 from alpa_strategy.inter_op.equal_layers import Layers, boundary_structure, layers_of
-from alpa_strategy.inter_op.floors import Floors, floors_of, side_by_side
+from alpa_strategy.inter_op.floors import (
+    ExtraFloors,
+    Floors,
+    extra_floors,
+    floors_of,
+    no_extra_floors,
+    side_by_side,
+)
 from alpa_strategy.inter_op.layer_matrix import (
     LayerBoundary,
     LayerMatrix,
@@ -107,6 +114,9 @@ class LayerRangeCosts:
     # [shape, layer] the fewest bytes that are always stored, and the fewest temporary ones.
     floor_always: np.ndarray = field(default_factory=lambda: _empty(2))
     floor_working: np.ndarray = field(default_factory=lambda: _empty(2))
+
+    # [shape] seconds per byte of a step in the fastest layouts.
+    scale: np.ndarray = field(default_factory=lambda: _empty(1))
 
 
 @dataclass(frozen=True)
@@ -249,6 +259,7 @@ def run_costs(
     layers = np.arange(num_layers)
     of_shapes: list[Runs] = []
     floors: list[Floors] = []
+    scales: list[float] = []
     least = np.full(num_layers, np.inf)
     least_each = np.full(num_layers, np.inf)
     for shape in shapes:
@@ -266,6 +277,7 @@ def run_costs(
 
         always_fits = _always_fits(job, runs.parts[0, runs.number[0, num_layers]])
         floors.append(floors_of(job, priced, is_needed=not always_fits))
+        scales.append(priced.scale)
 
     cheapest = _candidates_of_runs(job, of_shapes)
     costs = LayerRangeCosts(shapes, least, least_each, *cheapest)
@@ -277,6 +289,46 @@ def run_costs(
         floor_seconds=floor_seconds,
         floor_always=floor_always,
         floor_working=floor_working,
+        scale=np.array(scales),
+    )
+
+
+def with_extra_floors(
+    job: StageCostTask, submesh: tuple[int, int], costs: LayerRangeCosts
+) -> LayerRangeCosts:
+    """Return the costs of a submesh with lower bounds at `EXTRA_PRICES` of memory as well.
+
+    The bound of a plan alone needs them, and computing them takes as long as the costs: this is
+    done for the number of micro-batches that was chosen.
+    """
+    if not costs.floor_prices.any():
+        # Memory does not bind, or the submesh has no prices.
+        return costs
+    return job.results.get(
+        "floors",
+        key=lambda: Key(job.content, submesh),
+        compute=lambda: _with_extra_floors(job, submesh, costs),
+        encode=runs_record,
+        decode=lambda record: LayerRangeCosts(**runs_arguments(record, job, costs.shapes)),
+    )
+
+
+def _with_extra_floors(
+    job: StageCostTask, submesh: tuple[int, int], costs: LayerRangeCosts
+) -> LayerRangeCosts:
+    """Return what `with_extra_floors` does, if memory may bind on some logical shape."""
+    of_shapes: list[ExtraFloors] = []
+    for index, shape in enumerate(costs.shapes):
+        scale = float(costs.scale[index])
+        if costs.floor_prices[index].any():
+            of_shapes.append(extra_floors(job, _unpriced_layers(job, submesh, shape), scale))
+        else:
+            of_shapes.append(no_extra_floors(job))
+    prices, seconds = (np.stack(arrays) for arrays in zip(*of_shapes, strict=True))
+    return replace(
+        costs,
+        floor_prices=np.concatenate([costs.floor_prices, prices], axis=1),
+        floor_seconds=np.concatenate([costs.floor_seconds, seconds], axis=1),
     )
 
 
@@ -336,21 +388,26 @@ def free_runs(job: StageCostTask, submesh: tuple[int, int]) -> LayerRangeCosts:
 
 
 @dataclass(frozen=True)
-class PricedLayers:
-    """The layers of a job on one logical mesh. Layers that are equal by structure are priced once,
-    as one kind.
-    """
+class UnpricedLayers:
+    """The layers of a job on one logical mesh. Layers that are equal by structure are one kind."""
 
     # The graph of each layer.
     layers: list[StepGraph]
 
-    # Of each layer, the index of its kind in `problems`, `passing` and `matrices`.
+    # Of each layer, the index of its kind in `problems` and `passing`.
     kinds: list[int]
 
     problems: list[LayerProblem]
 
     # `passing_seconds` of each kind.
     passing: list[tuple[np.ndarray, np.ndarray]]
+
+
+@dataclass(frozen=True)
+class PricedLayers:
+    """The layers of a job on one logical mesh, each kind priced once."""
+
+    unpriced: UnpricedLayers
 
     # (seconds per byte, micro-batches in flight); the first is `FREE_MEMORY`.
     prices: list[tuple[float, int]]
@@ -363,13 +420,14 @@ class PricedLayers:
 
     def runs(self) -> Runs:
         """Return all runs of layers, at all prices."""
-        return compose_runs(self.matrices, self.kinds, newly_received_shares(self.layers))
+        layers = self.unpriced.layers
+        return compose_runs(self.matrices, self.unpriced.kinds, newly_received_shares(layers))
 
     def excess(self) -> np.ndarray:
         """Return [layer] by how many seconds of a step the fastest layouts may take longer than the
         optimum.
         """
-        return np.array([self.matrices[kind].excess[0] for kind in self.kinds])
+        return np.array([self.matrices[kind].excess[0] for kind in self.unpriced.kinds])
 
 
 def run_parts(
@@ -395,6 +453,28 @@ def _priced_layers(
     Args:
         prices: multiples of the step's seconds per byte, with micro-batches in flight.
     """
+    unpriced = _unpriced_layers(job, submesh, shape)
+
+    def solve(at: Sequence[tuple[float, int]]) -> list[LayerMatrix]:
+        matrices = []
+        for problem, seconds in zip(unpriced.problems, unpriced.passing, strict=True):
+            matrix = layer_matrix(problem, at, job.num_microbatches, seconds, job.gradients_begin)
+            matrices.append(matrix)
+        return matrices
+
+    matrices = solve([FREE_MEMORY])
+    scale = _seconds_per_byte([matrices[kind] for kind in unpriced.kinds])
+    absolute = [(scale * factor, in_flight) for factor, in_flight in prices]
+    if prices:
+        pairs = zip(matrices, solve(absolute), strict=True)
+        matrices = [_at_all_prices(free, priced) for free, priced in pairs]
+    return PricedLayers(unpriced, [FREE_MEMORY, *absolute], matrices, scale)
+
+
+def _unpriced_layers(
+    job: StageCostTask, submesh: tuple[int, int], shape: tuple[int, ...]
+) -> UnpricedLayers:
+    """Build the problem of every kind of layer on one logical mesh."""
     mesh = job.cluster.logical_mesh(shape, submesh)
     tables = OptionTables(mesh, job.costs, job.optimizer, job.options.accumulate_grad_batches)
     ends = [_boundary(job, layer, shape) for layer in range(job.num_layers)]
@@ -412,22 +492,7 @@ def _priced_layers(
             intra = with_offload(intra, on_host)
         problems.append(follow_leaders(take_apart(intra), ends[first]))
         passing.append(passing_seconds(job.graph, ends[first], tables))
-
-    def solve(at: Sequence[tuple[float, int]]) -> list[LayerMatrix]:
-        matrices = []
-        for problem, seconds in zip(problems, passing, strict=True):
-            matrix = layer_matrix(problem, at, job.num_microbatches, seconds, job.gradients_begin)
-            matrices.append(matrix)
-        return matrices
-
-    matrices = solve([FREE_MEMORY])
-    scale = _seconds_per_byte([matrices[kind] for kind in kinds])
-    absolute = [(scale * factor, in_flight) for factor, in_flight in prices]
-    if prices:
-        pairs = zip(matrices, solve(absolute), strict=True)
-        matrices = [_at_all_prices(free, priced) for free, priced in pairs]
-    all_prices = [FREE_MEMORY, *absolute]
-    return PricedLayers(layers, kinds, problems, passing, all_prices, matrices, scale)
+    return UnpricedLayers(layers, kinds, problems, passing)
 
 
 def _kinds(job: StageCostTask, mesh: LogicalMesh, ends: Sequence[LayerBoundary]) -> list[int]:

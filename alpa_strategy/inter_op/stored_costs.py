@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 PER_RUN = ("seconds", "once", "always", "in_flight", "at_update", "shape", "remat")
 PER_LAYER = ("least", "least_each")
 # Arrays of a LayerRangeCosts by logical mesh.
-FLOORS = ("floor_prices", "floor_seconds", "floor_always", "floor_working")
+FLOORS = ("floor_prices", "floor_seconds", "floor_always", "floor_working", "scale")
 # Numbers of a StageCost, beside `again`.
 COST_NUMBERS = (
     "forward",
@@ -92,7 +92,13 @@ def runs_arguments(
         raise BadFileError(f"it is not of {L} layers")
     count = record["floor_prices"].shape[1]
     per_layer = len(shapes), L
-    floors = ((len(shapes), count, 4), (len(shapes), count, L), per_layer, per_layer)
+    floors = (
+        (len(shapes), count, 4),
+        (len(shapes), count, L),
+        per_layer,
+        per_layer,
+        (len(shapes),),
+    )
     if any(record[name].shape != size for name, size in zip(FLOORS, floors, strict=True)):
         raise BadFileError("its floors are not of the same layers")
     stored = (*PER_RUN[:5], *FLOORS)

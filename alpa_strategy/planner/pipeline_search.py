@@ -10,12 +10,11 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
-from functools import partial
 
 import numpy as np
 
 from alpa_strategy.errors import DoesNotFitError, PlanError
-from alpa_strategy.inter_op.bound import step_bound
+from alpa_strategy.inter_op.bound import step_bound, with_extra_floors
 from alpa_strategy.inter_op.candidates import EVERY_SIZE, check_places, solve_schedules
 from alpa_strategy.inter_op.pins import check_pins, layers_of, submeshes
 from alpa_strategy.inter_op.stage_costs import (
@@ -187,7 +186,7 @@ class PipelineSearch:
             return self._results.get(
                 "bound",
                 key=lambda: candidates_key(space, math.inf),
-                compute=partial(step_bound, space),
+                compute=lambda: step_bound(with_extra_floors(space)),
                 encode=lambda seconds: {"seconds": seconds},
                 decode=lambda record: float(record["seconds"]),
             )

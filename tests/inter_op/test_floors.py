@@ -16,7 +16,12 @@ from alpa_strategy.cluster.spec import ClusterSpec, Link
 from alpa_strategy.cost.model import RooflineCosts
 from alpa_strategy.errors import DoesNotFitError
 from alpa_strategy.inter_op.floors import StageFloors
-from alpa_strategy.inter_op.stage_costs import StageCostTask, run_costs
+from alpa_strategy.inter_op.stage_costs import (
+    LayerRangeCosts,
+    StageCostTask,
+    run_costs,
+    with_extra_floors,
+)
 from alpa_strategy.inter_op.stage_solve import StageRequest, StageSolver
 from alpa_strategy.inter_op.subgraph import cluster_layers
 from alpa_strategy.ir.optimizer_info import OptimizerInfo
@@ -52,8 +57,13 @@ def tight(request) -> StageCostTask:
     return replace(job, memory_limit=0.7 * float(most))
 
 
+def priced(job: StageCostTask) -> LayerRangeCosts:
+    """The costs on two devices, with all floors."""
+    return with_extra_floors(job, SUBMESH, run_costs(job, SUBMESH))
+
+
 def test_no_priced_stage_that_fits_is_below_its_floor(tight):
-    costs = run_costs(tight, SUBMESH)
+    costs = priced(tight)
     floors = StageFloors(tight, [costs])
     total = tight.num_microbatches * costs.seconds + costs.once
     num_fitting = 0
@@ -69,7 +79,7 @@ def test_no_priced_stage_that_fits_is_below_its_floor(tight):
 @pytest.mark.parametrize("remat", [False, True])
 def test_no_solved_stage_that_fits_is_below_its_floor(tight, remat):
     job = replace(tight, remat=remat)
-    floors = StageFloors(job, [run_costs(job, SUBMESH)])
+    floors = StageFloors(job, [priced(job)])
     solver = StageSolver(job)
     num_solved = 0
     for first, last in ((0, 1), (0, 2), (1, 3), (0, job.num_layers)):
@@ -94,20 +104,20 @@ def test_no_solved_stage_that_fits_is_below_its_floor(tight, remat):
 
 
 def test_where_memory_binds_a_floor_is_above_the_fastest_layouts(tight):
-    costs = run_costs(tight, SUBMESH)
+    costs = priced(tight)
     floor = StageFloors(tight, [costs]).seconds(8)[0, -1, 0]
     assert floor > 1.01 * costs.least.sum()
 
 
 def test_where_everything_fits_nothing_more_is_priced():
-    costs = run_costs(job_of(1e12, OptimizerInfo()), SUBMESH)
+    costs = priced(job_of(1e12, OptimizerInfo()))
     assert costs.floor_prices.shape[1] == 0
     assert (StageFloors(job_of(1e12, OptimizerInfo()), [costs]).seconds(8) == 0).all()
 
 
 def test_stages_that_share_a_mesh_share_its_memory(tight):
     """A half of the memory for each of two stages is less than all of it for one."""
-    floors = StageFloors(tight, [run_costs(tight, SUBMESH)])
+    floors = StageFloors(tight, [priced(tight)])
     alone, shared = floors.seconds(4), floors.seconds(8, stages_per_mesh=2)
     assert (shared >= alone).all()
     assert (shared > alone).any()

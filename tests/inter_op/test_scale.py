@@ -40,6 +40,8 @@ PAIRS = (
     ("gpt", {"num_layers": 4, "d_model": 256, "vocab_size": 32}, "p3_16xlarge_x8", (2, 2)),
     ("llama", {"num_layers": 4}, "pcie_8gpu", (2, 2)),
     ("mlp", {}, "pcie_8gpu", (1, 4)),
+    # Fewer blocks than devices.
+    ("llama", {"num_layers": 2}, "pcie_8gpu", (1, 4)),
 )
 
 
