@@ -40,6 +40,9 @@ CASES = (
     "llama_tiny parallel=tensor precision=bf16-true fp32_reduction=true",
     "llama_tiny num_stages=2 num_microbatches=4 precision=bf16-mixed",
     "wide_resnet_tiny parallel=data",
+    "wide_resnet_tiny batch_scope=global parallel=data compile=true",
+    "wide_resnet_tiny batch_scope=global num_stages=2 num_microbatches=2 compile=true",
+    "gpt_tiny parallel=tensor compile=true",
 )
 # One node of it; its `overlap` makes matmuls overlap with collectives.
 CLUSTER = "dgx_h100"
@@ -69,7 +72,9 @@ def programs(case: str, cluster_file: str) -> Iterator[str]:
     for index, stage in enumerate(plan.stages):
         texts = run_on_threads(
             stage.logical_mesh,
-            lambda mesh, stage=stage: _lowered_text(graph, stage, mesh, plan.is_pipelined),
+            lambda mesh, stage=stage: _lowered_text(
+                graph, stage, mesh, plan.is_pipelined, task.options.compile
+            ),
         )
         for device, text in enumerate(texts):
             yield f"# {case}: stage {index}, device {device}\n{text}"
@@ -81,19 +86,21 @@ def _override(option: str) -> str:
     return f"{section}.{option}"
 
 
-def _lowered_text(graph: Any, stage: Any, mesh: Any, is_pipelined: bool) -> str:
+def _lowered_text(graph: Any, stage: Any, mesh: Any, is_pipelined: bool, is_compiled: bool) -> str:
     """Return the programs of a stage on one device."""
     import torch
 
     from alpa_strategy.comm.random import ShardedRandom
     from alpa_strategy.lower.codegen import lower, lower_stage
+    from alpa_strategy.lower.segments import Compiler
 
     # The recipe's model is on the meta device.
     device = torch.device("meta")
     random = ShardedRandom(mesh, 0)
+    compiler = Compiler({"backend": "eager"}) if is_compiled else None
     if not is_pipelined:
-        return _text(lower(graph, stage, mesh, device, random))
-    lowered = lower_stage(graph, stage, mesh, device, random)
+        return _text(lower(graph, stage, mesh, device, random, compiler))
+    lowered = lower_stage(graph, stage, mesh, device, random, compiler)
     programs = [*lowered.per_step_programs, *(program for _, program in lowered.spans)]
     return "\n".join(map(_text, programs))
 
@@ -107,6 +114,8 @@ def _text(program: LoweredStep) -> str:
         elif name.startswith("products_"):
             into, specs = value.args
             lines.append(f"{name} = {into}, {specs}")
+        elif name.startswith("segment_"):
+            lines.append(f"{name} = {value.source}")
     return "\n".join(lines) + "\n"
 
 

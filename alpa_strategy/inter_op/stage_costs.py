@@ -144,6 +144,9 @@ class StageCostTask:
 
     is_whole_batch: bool = False
 
+    # Whether matmuls overlap with sums over devices: not under a schedule that splits the backward.
+    overlaps_matmuls: bool = True
+
     # Of each layer, the meshes (first device, number of devices) that are pinned for it
     # (`pins.layers_of`); (): none.
     places: tuple[frozenset[tuple[int, int]], ...] = ()
@@ -160,6 +163,16 @@ class StageCostTask:
     def num_layers(self) -> int:
         """Number of layers of the graph."""
         return len(self.cuts) - 1
+
+    def option_tables(self, submesh: tuple[int, int], shape: tuple[int, ...]) -> OptionTables:
+        """Return new tables of the options of ops and parameters on one logical mesh."""
+        return OptionTables(
+            self.cluster.logical_mesh(shape, submesh),
+            self.costs,
+            self.optimizer,
+            self.options.accumulate_grad_batches,
+            self.overlaps_matmuls,
+        )
 
     def layers_on(self, num_devices: int) -> Layers:
         """Return the layers as they are planned on `num_devices`. The last result is cached."""
@@ -475,8 +488,8 @@ def _unpriced_layers(
     job: StageCostTask, submesh: tuple[int, int], shape: tuple[int, ...]
 ) -> UnpricedLayers:
     """Build the problem of every kind of layer on one logical mesh."""
-    mesh = job.cluster.logical_mesh(shape, submesh)
-    tables = OptionTables(mesh, job.costs, job.optimizer, job.options.accumulate_grad_batches)
+    tables = job.option_tables(submesh, shape)
+    mesh = tables.mesh
     ends = [_boundary(job, layer, shape) for layer in range(job.num_layers)]
     kinds = _kinds(job, mesh, ends)
     layers = job.layers_on(mesh.num_devices).graphs

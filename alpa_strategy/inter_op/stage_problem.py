@@ -512,11 +512,16 @@ class RematSpans:
             uses: dict[int, list[Use]] = {}
             for use in transfer.uses:
                 uses.setdefault(self.of_use(transfer, use), []).append(use)
-            transfers += [
-                replace(transfer, uses=tuple(uses_of_span))
-                for _, uses_of_span in sorted(uses.items())
-            ]
-            layouts += [named] * len(uses)
+            made_in = self.of_choice(transfer.producer)
+            for span, uses_of_span in sorted(uses.items()):
+                piece = replace(transfer, uses=tuple(uses_of_span))
+                piece_layouts = named
+                if named.hidden.any() and (span != made_in or span == PER_STEP):
+                    # Only a matmul of the same program is summed in chunks.
+                    piece = replace(piece, cost=piece.cost + named.hidden)
+                    piece_layouts = replace(named, hidden=np.zeros_like(named.hidden))
+                transfers.append(piece)
+                layouts.append(piece_layouts)
         return replace(
             intra,
             problem=replace(intra.problem, transfers=tuple(transfers)),

@@ -245,9 +245,10 @@ class StageSolver:
         a good plan take.
         """
         job = self.job
-        mesh = job.cluster.logical_mesh(request.shape, request.submesh)
-        tables = OptionTables(mesh, job.costs, job.optimizer, job.options.accumulate_grad_batches)
-        tables = self._tables.setdefault((request.submesh, request.shape), tables)
+        key_of_tables = request.submesh, request.shape
+        if key_of_tables not in self._tables:
+            self._tables[key_of_tables] = job.option_tables(request.submesh, request.shape)
+        tables = self._tables[key_of_tables]
         # Nothing is done "per micro-batch": the step's own problem.
         if job.is_whole_batch:
             graph = job.graph
@@ -255,7 +256,7 @@ class StageSolver:
                 self._whole[request.shape] = build(graph, tables)
             unrestricted = self._whole[request.shape]
         else:
-            graph = stage_on(job.graph, request.first, request.last, mesh.num_devices)
+            graph = stage_on(job.graph, request.first, request.last, tables.mesh.num_devices)
             unrestricted = stage_build(graph, tables, recompute_per_microbatch)
         intra = RematSpans(unrestricted, request.starts).split()
         intra = restrict(intra, options_of_part(job.options, graph), job.optimizer, request.pinned)

@@ -48,6 +48,7 @@ def job_key(job: "StageCostTask") -> tuple[object, ...]:
         (graph.graph_digest, graph.parameter_digest, graph.batch_digest, graph.batch_scope),
         (graph.values, graph.received, graph.sent, graph.escaping),
         (job.cuts, job.num_microbatches, job.memory_limit, job.remat, job.is_whole_batch),
+        job.overlaps_matmuls,
         [sorted(places) for places in job.places],
         sorted(job.cluster.to_dict().items()),
         (job.options.digest(), job.optimizer),

@@ -156,12 +156,19 @@ class OptionTables:
     """
 
     def __init__(
-        self, mesh: LogicalMesh, costs: OpCosts, optimizer: OptimizerInfo, steps_per_update: int = 1
+        self,
+        mesh: LogicalMesh,
+        costs: OpCosts,
+        optimizer: OptimizerInfo,
+        steps_per_update: int = 1,
+        overlaps_matmuls: bool = True,
     ) -> None:
         self.mesh = mesh
         self.costs = costs
         self.optimizer = optimizer
         self.steps_per_update = steps_per_update
+        # Whether programs overlap matmuls with sums: not if their backward is split.
+        self.overlaps_matmuls = overlaps_matmuls
         self.unsharded: DualLayout = (INVARIANT,) * len(mesh.shape)
         self.only_unsharded = (self.unsharded,)
         self._ops: dict[OpCall, OpOptions] = {}
@@ -498,7 +505,7 @@ class _Builder:
         in_forward = np.zeros_like(forward)
         if is_parameter:
             backward = backward * self._tables.optimizer.gradient_scale(meta.dtype.itemsize)
-        else:
+        elif self._tables.overlaps_matmuls:
             in_forward, in_backward = hidden(
                 self._step, self.ops, value, (sources, targets), self._mesh
             )

@@ -62,13 +62,20 @@ def decode(
 
 
 def _num_chunks(intra: IntraOp, assignment: Sequence[int]) -> dict[str, int]:
-    """Return name -> number of chunks of the matmuls whose collective is overlapped with them."""
+    """Return name -> number of chunks of the matmuls whose sum is priced as overlapped."""
     chunks_of_matmul: dict[str, int] = {}
-    for _, value, source, targets in (
-        used_transfers(intra, assignment) if intra.mesh.overlap else ()
-    ):
-        making = float(making_seconds(intra.step, intra.ops, value, (source,))[0])
-        parts = best_parts(making, intra.step.values[value], source, targets[0], intra.mesh)
+    for transfer, layouts in zip(intra.problem.transfers, intra.transfers, strict=True):
+        source = transfer.source[assignment[transfer.producer]]
+        # Such a matmul has one reader.
+        use = transfer.uses[0]
+        target = int(use.layout[assignment[use.choice]])
+        if layouts.hidden[source, target] <= 0:
+            continue
+        value = layouts.value
+        source_layout = layouts.sources[source]
+        making = float(making_seconds(intra.step, intra.ops, value, (source_layout,))[0])
+        meta = intra.step.values[value]
+        parts = best_parts(making, meta, source_layout, layouts.targets[target], intra.mesh)
         if parts > 1:
             chunks_of_matmul[intra.step.ops[intra.step.makers[value]].name] = parts
     return chunks_of_matmul

@@ -269,11 +269,15 @@ class _AddedStrategies:
         for index, layouts in enumerate(intra.transfers):
             num_rows = 2 if intra.problem.transfers[index].producer in self._choices else 1
             num_columns = 2 if index in self._column_seconds else 1
+            hidden = np.tile(layouts.hidden, (1, num_columns))
+            if num_rows == 2:
+                # A result that is not saved is not summed in chunks.
+                hidden = np.vstack([hidden, np.zeros_like(hidden)])
             transfers[index] = replace(
                 layouts,
                 sources=layouts.sources * num_rows,
                 targets=layouts.targets * num_columns,
-                hidden=np.tile(layouts.hidden, (num_rows, num_columns)),
+                hidden=hidden,
             )
 
         unrestricted = intra.unrestricted
@@ -296,7 +300,7 @@ class _AddedStrategies:
 
             from                        to first strategies    to copies, with own columns
             a result that is saved      cost                   cost + column seconds
-            one that is not             cost                   the same, but to a copied view: 0 in
+            one that is not             cost + hidden          the same, but to a copied view: 0 in
                                                                the layout of the result, else inf
         """
         extended = duplicate_strategies(problem, self._choices, self._more_seconds, only=only)
@@ -318,6 +322,7 @@ class _AddedStrategies:
         # [source, target]
         cost = transfer.cost
         memory = transfer.memory
+        hidden = self.intra.transfers[index].hidden
         is_same_layout = self.intra.transfers[index].equal
         is_source_layout = is_same_layout
 
@@ -336,7 +341,7 @@ class _AddedStrategies:
         if transfer.producer in self._choices:
             is_copy = np.arange(len(source)) >= len(transfer.source)
             source = source + num_rows * is_copy
-            copied_cost = cost.copy()
+            copied_cost = cost + np.tile(hidden, (1, cost.shape[1] // num_columns))
             if has_columns and index not in self.gather_seconds:
                 copied_cost[:, num_columns:] = np.where(is_source_layout, 0.0, np.inf)
             cost = np.vstack([cost, copied_cost])

@@ -18,13 +18,18 @@ from functools import lru_cache
 import numpy as np
 from torch.distributed.tensor.placement_types import Partial, Placement
 
-from alpa_strategy.capture.products import product_of
 from alpa_strategy.cluster.logical_mesh import LogicalMesh
+from alpa_strategy.intra_op.matmul_sums import (
+    is_in_segments,
+    most_chunks,
+    overlapping_matmul,
+    sums_gradient,
+)
 from alpa_strategy.intra_op.options import OpOptions
 from alpa_strategy.ir.graph import StepGraph
-from alpa_strategy.ir.op import TensorMeta
+from alpa_strategy.ir.op import OpCall, TensorMeta
 from alpa_strategy.ir.placement import DualLayout
-from alpa_strategy.sharding.redistribute import reshard_steps, reshard_table
+from alpa_strategy.sharding.redistribute import reshard_table
 
 # Sources and targets of a value's resharding.
 ValueEnds = tuple[tuple[DualLayout, ...], tuple[DualLayout, ...]]
@@ -44,7 +49,7 @@ def making_seconds(
         maker is None
         or len(step.consumers.get(value, ())) != 1
         or leaves
-        or not _is_plain(step, maker)
+        or not _is_matmul(step.ops[maker].call)
     ):
         return np.zeros(len(sources))
     return _least(
@@ -60,7 +65,7 @@ def weights_seconds(
     """
     total = np.zeros(len(targets))
     for reader, position in step.consumers.get(value, ()):
-        matmul = product_of(step.ops[reader].call)
+        matmul = overlapping_matmul(step.ops[reader].call)
         if matmul is None or matmul.rows != position:
             return np.zeros(len(targets))
         taken = [inputs[position] for inputs in ops[reader].inputs]
@@ -71,10 +76,10 @@ def weights_seconds(
     return total
 
 
-def _is_plain(step: StepGraph, op: int) -> bool:
-    """Return whether an op is a matmul with a weight of two dims."""
-    matmul = product_of(step.ops[op].call)
-    return matmul is not None and len(step.ops[op].call.operands[matmul.weight].shape) == 2
+def _is_matmul(call: OpCall) -> bool:
+    """Whether an op is a matmul whose result can be summed in chunks."""
+    matmul = overlapping_matmul(call)
+    return matmul is not None and not is_in_segments(call, matmul)
 
 
 def _least(
@@ -102,10 +107,12 @@ def hidden(
     weights = weights_seconds(step, ops, value, ends[1])
     if not making.any() and not weights.any():
         return nothing
-    sums_values, sums_gradients = _sums(ends, mesh.shape)
-    gained = _gained(making, meta, ends, mesh).max(axis=0)
-    of_gradients = np.where(sums_gradients, np.minimum(backward, weights), 0.0)
-    return mesh.overlap * np.where(sums_values, gained, 0.0), mesh.overlap * of_gradients
+    gained = np.zeros_like(forward)
+    if making.any():
+        gained = _gained(making, meta, ends, mesh).max(axis=0)
+    is_summed = _gradients_summed(ends, mesh.shape)
+    of_gradients = np.where(is_summed, np.minimum(backward, weights), 0.0)
+    return mesh.overlap * gained, mesh.overlap * of_gradients
 
 
 def best_parts(
@@ -117,48 +124,58 @@ def best_parts(
     Args:
         making: seconds of the matmul.
     """
-    ends = (source,), (target,)
-    if not _sums(ends, mesh.shape)[0].item() or not mesh.overlap:
-        return 1
-    gains = _gained(np.array([making]), meta, ends, mesh).ravel()
+    gains = _gained(np.array([making]), meta, ((source,), (target,)), mesh).ravel()
     return PARTS[int(gains.argmax())] if gains.max() > 0 else 1
 
 
 def _gained(making: np.ndarray, meta: TensorMeta, ends: ValueEnds, mesh: LogicalMesh) -> np.ndarray:
     """Return [PARTS, source, target] the seconds saved if matmul and sum are executed in that many
-    chunks instead of one after the other.
+    chunks instead of one after the other; 0 if they cannot be.
     """
 
     def summing(count: int) -> np.ndarray:
         return reshard_table(*ends, meta.num_bytes // count, meta.requires_grad, mesh)[0]
 
+    most = _most_chunks(ends, meta.shape, mesh.shape)
     gains = []
     for count in PARTS:
         matmul_chunk, sum_chunk = making[:, None] / count, summing(count)
         together = matmul_chunk + (count - 1) * np.maximum(matmul_chunk, sum_chunk) + sum_chunk
-        gains.append(np.maximum(making[:, None] + summing(1) - together, 0.0))
+        gain = np.maximum(making[:, None] + summing(1) - together, 0.0)
+        gains.append(np.where(most >= count, gain, 0.0))
     return np.stack(gains)
 
 
 @lru_cache(maxsize=4096)
-def _sums(ends: ValueEnds, mesh_shape: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
-    """Return [source, target] whether the only collective is one sum over one axis: (of the values,
-    of their gradients).
+def _most_chunks(
+    ends: ValueEnds, shape: tuple[int, ...], mesh_shape: tuple[int, ...]
+) -> np.ndarray:
+    """Return [source, target] the largest number of chunks in which a matmul's result is summed.
+
+    Args:
+        ends: the layouts.
+        shape: of the full result.
+        mesh_shape: of the devices.
     """
     sources, targets = ends
-    values = _may_be_one_sum(_sides(sources, "value"), _sides(targets, "value"))
-    for p, q in np.argwhere(values):
-        steps = reshard_steps(sources[p], targets[q], mesh_shape)
-        moved = [step.src.value for step in steps if step.src.value != step.dst.value]
-        values[p, q] = moved == [Partial()]
+    may_be_sum = _may_be_sum(_sides(sources, "value"), _sides(targets, "value"), mesh_shape)
+    most = np.zeros(may_be_sum.shape, dtype=int)
+    for p, q in np.argwhere(may_be_sum):
+        most[p, q] = most_chunks(shape, sources[p], targets[q], mesh_shape)
+    most.flags.writeable = False
+    return most
 
-    # Gradients go the other way.
-    gradients = _may_be_one_sum(_sides(targets, "grad"), _sides(sources, "grad")).T
-    for p, q in np.argwhere(gradients):
-        steps = reshard_steps(sources[p], targets[q], mesh_shape)
-        moved = [step.dst.grad for step in steps if step.src.grad != step.dst.grad]
-        gradients[p, q] = moved == [Partial()]
-    return values, gradients
+
+@lru_cache(maxsize=4096)
+def _gradients_summed(ends: ValueEnds, mesh_shape: tuple[int, ...]) -> np.ndarray:
+    """Return [source, target] whether bringing gradients back is one sum."""
+    sources, targets = ends
+    # Gradients go from the targets to the sources.
+    is_sum = _may_be_sum(_sides(targets, "grad"), _sides(sources, "grad"), mesh_shape).T.copy()
+    for p, q in np.argwhere(is_sum):
+        is_sum[p, q] = sums_gradient(sources[p], targets[q], mesh_shape)
+    is_sum.flags.writeable = False
+    return is_sum
 
 
 def _sides(layouts: Sequence[DualLayout], side: str) -> list[list[Placement]]:
@@ -169,11 +186,15 @@ def _sides(layouts: Sequence[DualLayout], side: str) -> list[list[Placement]]:
     return placements
 
 
-def _may_be_one_sum(
-    before: Sequence[Sequence[Placement]], after: Sequence[Sequence[Placement]]
+def _may_be_sum(
+    before: Sequence[Sequence[Placement]],
+    after: Sequence[Sequence[Placement]],
+    mesh_shape: tuple[int, ...],
 ) -> np.ndarray:
-    """Return [before, after] whether partial values become something else on one axis and nothing
-    changes on the others. Steps that do more are more than one.
+    """Return [before, after] whether partial values become something else, and nothing else
+    changes. Other steps are no sum.
+
+    Axes of one device do not count.
     """
     number: dict[Placement, int] = {Partial(): 0}
 
@@ -185,7 +206,7 @@ def _may_be_one_sum(
         return np.array(numbers)
 
     old, new = numbered(before), numbered(after)
-    changed = old[:, None] != new[None]
-    is_sum = (changed & (old == 0)[:, None]).any(axis=2)
-    is_one_sum: np.ndarray = is_sum & (changed.sum(axis=2) == 1)
-    return is_one_sum
+    changed = (old[:, None] != new[None]) & (np.array(mesh_shape) > 1)
+    others_changed = (changed & (old != 0)[:, None]).any(axis=2)
+    may_be_sum: np.ndarray = changed.any(axis=2) & ~others_changed
+    return may_be_sum

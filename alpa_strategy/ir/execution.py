@@ -5,6 +5,20 @@ Planning decides it (`planner/execution.py`), the plan file has it, and lowering
 
 from dataclasses import dataclass
 
+from alpa_strategy.ir.placement import DualLayout
+
+
+@dataclass(frozen=True)
+class CompiledExecution:
+    """The decisions that hold for compiled programs alone."""
+
+    # Convolutions that read their images as channels last.
+    channels_last: tuple[str, ...]
+
+    # Batch norms over the samples of several devices that are two compiled parts, with the exchange
+    # of their sums between them.
+    split_batch_norms: tuple[str, ...]
+
 
 @dataclass(frozen=True)
 class Execution:
@@ -24,3 +38,10 @@ class Execution:
     # Leaves of the batch (`batch[1]`) and ops on them alone, whose results are resharded before the
     # forward.
     early_reshardings: tuple[str, ...]
+
+    # Value that leaves the step, such as the loss or a log -> the layout in which it leaves. None:
+    # the plan file is of a version that did not have it.
+    leaving: dict[int, DualLayout] | None = None
+
+    # None: the programs are not compiled, or the plan file is of a version that did not have it.
+    compiled: CompiledExecution | None = None

@@ -5,7 +5,7 @@ Three types are one text each in the file:
 - a `ParameterPlan`: one mode per mesh axis, such as "R* S0"; a fused projection has "R* S0 in 3
   segments", a parameter in host memory "S0 R* on host";
 - the strategies of an op: one text per axis, joined by " | ";
-- the dual layout of a value between stages, such as "R S0".
+- the dual layout of a value between stages, or of one that leaves the step, such as "R S0".
 
 Every other type is written field by field, from the annotations of its data class. Reading checks
 each field against its type. What the fields must be among each other is checked in `ir/plan.py`.
@@ -52,6 +52,8 @@ _OPTIONAL_FIELDS = {
     "prefetched_bytes",
     "num_chunks",
     "execution",
+    "leaving",
+    "compiled",
     "phases",
     "host_seconds",
     "loop_seconds",
@@ -87,7 +89,7 @@ _KIND_NAMES = {
 }
 
 _VALUE_INDEX = re.compile(r"[0-9]{1,18}")
-_BOUNDARY_PLACEMENT = re.compile(r"R|S[0-9]{1,9}")
+_BOUNDARY_PLACEMENT = re.compile(r"R|P|S[0-9]{1,9}")
 _SEGMENTS = re.compile(r"([2-9]|[1-9][0-9]{1,8}) segments")
 
 _AXIS_SEPARATOR = " | "
@@ -287,7 +289,8 @@ def _read_parameter(text: str, path: str) -> ParameterPlan:
 
 
 def _read_boundary(text: str, path: str) -> DualLayout:
-    """Return the layout of a value between stages, one placement per mesh axis.
+    """Return the layout of a value between stages, or of one that leaves the step: one placement
+    per mesh axis.
 
     Raises:
         PlanError: the text is not one; `path` names the place in the file.

@@ -474,8 +474,9 @@ def _checked(plan: Plan, step: StepGraph, job: Job) -> Plan:
         graph = micro.graph
         external = micro.from_prologue
     check_plan(plan, graph, num_devices, external)
-    # Plan files of an older version lack the execution.
-    return with_execution(plan, graph)
+    # Plan files of an older version lack the execution, and those of runs that do not compile lack
+    # a part of it.
+    return with_execution(plan, graph, job.compile is not None)
 
 
 def check_optimizer(optimizer: OptimizerInfo, stages: tuple[StagePlan, ...]) -> None:

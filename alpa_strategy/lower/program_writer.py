@@ -8,7 +8,7 @@ namespace.
 import functools
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -17,17 +17,17 @@ from alpa_strategy.capture.products import Product, product_of
 from alpa_strategy.comm.mesh import MeshComm
 from alpa_strategy.comm.random import ShardedRandom
 from alpa_strategy.comm.reshard import Reshard
-from alpa_strategy.cost.flops import CONVOLUTIONS, op_base_name
 from alpa_strategy.errors import PlanError
+from alpa_strategy.ir.execution import Execution
 from alpa_strategy.ir.gathers import is_gather, local_bytes
 from alpa_strategy.ir.graph import Op, StepGraph
 from alpa_strategy.ir.guards import SymbolicScalar, at_counters, is_symbolic
 from alpa_strategy.ir.op import AxisStrategy, LocalCall, OpCall, Slot
 from alpa_strategy.ir.per_rank import PerRank, with_rank_dim
 from alpa_strategy.ir.placement import INVARIANT, DualLayout, dual_layout_to_str, value_layout
-from alpa_strategy.ir.plan import Execution, StagePlan
+from alpa_strategy.ir.plan import StagePlan
 from alpa_strategy.ir.plan_file import FIX
-from alpa_strategy.ir.stage_graph import batch_layout, leaving_layouts
+from alpa_strategy.ir.stage_graph import batch_layout
 from alpa_strategy.ir.value_names import maker_names
 from alpa_strategy.lower.bindings import python_function
 from alpa_strategy.lower.lines import (
@@ -48,6 +48,8 @@ from alpa_strategy.lower.unsaved_results import without_saving
 from alpa_strategy.sharding.per_step import casts_of_parameters
 from alpa_strategy.sharding.strategies import localize
 
+Decided = TypeVar("Decided")
+
 
 @dataclass
 class ProgramWriter:
@@ -67,7 +69,7 @@ class ProgramWriter:
     def __post_init__(self) -> None:
         step = self.step
         stage = self.stage
-        self.execution = execution_of(stage)
+        self._read_execution()
         # path of the submodule whose op is being written
         self.module = ""
         # names of the ops that are written
@@ -80,18 +82,6 @@ class ProgramWriter:
         self.copies: dict[tuple[int, DualLayout], str] = {}
         # values that later recompute segments read
         self.passed_on: tuple[int, ...] = ()
-
-        names = maker_names(step)
-        early = set(self.execution.early_reshardings)
-        # values whose resharding is launched before the forward
-        self.prefetched = {value for value, name in names.items() if name in early}
-
-        by_name = {op.name: op for op in step.ops}
-        # matmul -> the matmuls that it is fused with, itself included
-        self.fused: dict[str, list[Op]] = {}
-        for group in self.execution.fused_matmuls:
-            ops = [by_name[name] for name in group if name in by_name]
-            self.fused.update({op.name: ops for op in ops})
 
         sums_in_fp32 = any(plan.sums_in_fp32 for plan in stage.parameter_plans.values())
         # Casts of parameters are done by their reshardings, so that gradients are summed before
@@ -118,6 +108,37 @@ class ProgramWriter:
         for constant in step.constants:
             self.namespace[f"v{constant.value}"] = constant.tensor.to(self.device)
 
+    def _read_execution(self) -> None:
+        """Read what the plan says of the program besides layouts.
+
+        Raises:
+            PlanError: the plan file is of a version that did not have it.
+        """
+        step = self.step
+        self.execution = execution = execution_of(self.stage)
+        # value -> layout in which it leaves the step
+        self.leaving = _decided(execution.leaving, "leaving")
+
+        names = maker_names(step)
+        early = set(execution.early_reshardings)
+        # values whose resharding is launched before the forward
+        self.prefetched = {value for value, name in names.items() if name in early}
+
+        by_name = {op.name: op for op in step.ops}
+        # matmul -> the matmuls that it is fused with, itself included
+        self.fused: dict[str, list[Op]] = {}
+        for group in execution.fused_matmuls:
+            ops = [by_name[name] for name in group if name in by_name]
+            self.fused.update({op.name: ops for op in ops})
+
+        # names of the ops that are written otherwise as the program is compiled
+        self.channels_last_ops: set[str] = set()
+        self.split_batch_norms: set[str] = set()
+        if self.compiler is not None:
+            compiled = _decided(execution.compiled, "compiled")
+            self.channels_last_ops.update(compiled.channels_last)
+            self.split_batch_norms.update(compiled.split_batch_norms)
+
     # --- One op.
 
     def op(self, op: Op) -> None:
@@ -141,16 +162,10 @@ class ProgramWriter:
 
         strategies = self.stage.strategies[op.name]
         local = localize(op.call, strategies, self.mesh.shape, self.mesh.coordinate)
-        if self.compiler is not None and _is_image_convolution(op.call):
+        if op.name in self.channels_last_ops:
             operands[0] = self.channels_last(op, local, operands[0])
         compilable_call: OpCall | None
-        is_split_batch_norm = (
-            local.implementation == "batch_norm_sync"
-            and not isinstance(op.call.target, PerRank)
-            and self.compiler is not None
-            and not is_symbolic(op.call)
-        )
-        if is_split_batch_norm:
+        if op.name in self.split_batch_norms:
             compilable_call = self.split_batch_norm(op, local, operands)
             code = self.call_text(
                 f"f_{op.name}", compilable_call.target, op, compilable_call, operands
@@ -518,18 +533,11 @@ class ProgramWriter:
             tuple(line.module for line in body),
         )
 
-    def _leaving_layout(self, value: int) -> DualLayout:
-        """Return the layout in which a value leaves: that of its op, if it may leave so."""
-        num_axes = len(self.mesh.shape)
-        layouts = leaving_layouts(self.step, value, num_axes, self.mesh.is_in_order)
-        computed = self.layouts[value]
-        return computed if computed in layouts else layouts[0]
-
     def _write_return(self) -> None:
         """Write the return of all results in their layouts."""
         results = []
         for value in self.step.escaping:
-            results.append(self.resharded(value, self._leaving_layout(value)))
+            results.append(self.resharded(value, self.leaving[value]))
         results += [self.resharded(value, self.stage.sent[value]) for value in self.step.sent]
         results += [f"v{value}" for value in self.passed_on]
         # With a comma after each, so that one result is a tuple, too.
@@ -548,5 +556,13 @@ def execution_of(stage: StagePlan) -> Execution:
     return stage.execution
 
 
-def _is_image_convolution(call: OpCall) -> bool:
-    return op_base_name(call) in CONVOLUTIONS and len(call.operands[0].shape) == 4
+def _decided(field: Decided | None, name: str) -> Decided:
+    """Return a field of a stage's execution.
+
+    Raises:
+        PlanError: the plan file is of a version that did not have it, or the field is None as
+            nothing was to be compiled.
+    """
+    if field is None:
+        raise PlanError(f"the plan lacks `execution.{name}` of a stage", FIX)
+    return field

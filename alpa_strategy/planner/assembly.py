@@ -25,7 +25,7 @@ from alpa_strategy.ir.plan import (
 from alpa_strategy.options import PROPAGATION
 from alpa_strategy.planner.execution import with_execution
 from alpa_strategy.planner.failures import Failures
-from alpa_strategy.schedules import mesh_of
+from alpa_strategy.schedules import mesh_of, splits_backward
 from alpa_strategy.units import format_bytes
 
 # At most this many candidates are solved exactly, those that do not fit apart as long as there is
@@ -119,6 +119,7 @@ def solved_plan(
     if candidate.solved:
         return plan_of(job, fingerprint, candidate.solved, [0], candidate.schedule, candidate.wires)
 
+    job = _with_schedule(job, candidate)
     solver = StageSolver(job)
     solved: list[SolvedStage] = []
     first_devices: list[int] = []
@@ -158,6 +159,19 @@ def solved_plan(
         first_devices.append(first_device)
         stored[first_device].update(solved_stage.plan.parameter_plans)
     return plan_of(job, fingerprint, solved, first_devices, candidate.schedule, candidate.wires)
+
+
+def _with_schedule(job: StageCostTask, candidate: Candidate) -> StageCostTask:
+    """Return the job as the stages of a candidate are solved: candidates are priced as if matmuls
+    overlapped with sums under every schedule.
+    """
+    num_stages = len(candidate.stages)
+    stages_per_mesh = candidate.stages_per_mesh
+    if num_stages == 1 or not job.cluster.overlap:
+        return job
+    num_meshes = num_stages // stages_per_mesh
+    splits = splits_backward(candidate.schedule, num_meshes, job.num_microbatches, stages_per_mesh)
+    return replace(job, overlaps_matmuls=not splits)
 
 
 def plan_of(
@@ -216,7 +230,7 @@ def plan_of(
         notes=_notes(stages, solved, gap),
         cluster_name=job.cluster.name,
     )
-    return with_execution(plan, job.graph)
+    return with_execution(plan, job.graph, job.options.compile)
 
 
 def _placed_stages(

@@ -48,6 +48,7 @@ from alpa_strategy.ir.plan_details import (
 from alpa_strategy.ir.stage_graph import stage_on
 from alpa_strategy.ir.value_names import maker_names
 from alpa_strategy.microbatch.transform import microbatch
+from alpa_strategy.planner.execution import can_overlap
 from alpa_strategy.planner.task import PlanTask
 from alpa_strategy.sharding.per_step import per_step_of
 
@@ -106,7 +107,7 @@ def stage_problems(task: PlanTask, plan: Plan) -> Iterator[tuple[StagePlan, Assi
     for stage in plan.stages:
         mesh = cluster.logical_mesh(stage.logical_mesh, stage.submesh)
         num_steps = task.options.accumulate_grad_batches
-        new_tables = OptionTables(mesh, costs, task.optimizer, num_steps)
+        new_tables = OptionTables(mesh, costs, task.optimizer, num_steps, can_overlap(plan))
         stage_tables = tables.setdefault((stage.submesh, stage.logical_mesh), new_tables)
         if plan.is_pipelined:
             part = stage_on(graph, *stage.ops, mesh.num_devices)

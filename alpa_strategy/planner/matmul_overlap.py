@@ -8,14 +8,19 @@ multiplied.
 
 from collections.abc import Collection, Mapping, Sequence
 
-from alpa_strategy.capture.products import Product, product_of
+from alpa_strategy.capture.products import Product
+from alpa_strategy.intra_op.matmul_sums import (
+    IMPLEMENTATIONS,
+    chunk_dims,
+    is_in_segments,
+    overlapping_matmul,
+    sums_gradient,
+)
 from alpa_strategy.ir.graph import Op, StepGraph
-from alpa_strategy.ir.guards import is_symbolic
-from alpa_strategy.ir.placement import INVARIANT, DualLayout, value_layout
+from alpa_strategy.ir.placement import INVARIANT, DualLayout
 from alpa_strategy.ir.plan import StagePlan
 from alpa_strategy.ir.stage_graph import batch_layout
 from alpa_strategy.sharding.per_step import casts_of_parameters
-from alpa_strategy.sharding.redistribute import gradient_sums, value_sums
 from alpa_strategy.sharding.stage_graphs import SegmentGraph
 
 # Names of matmuls of one input, in the order of the graph.
@@ -126,8 +131,7 @@ class MatmulOverlap:
         layout = self._operand_layout(op, matmul.rows)
         if not self._graph.values[value].requires_grad:
             return ()
-        sums = gradient_sums(self._layouts[value], layout, self._stage.logical_mesh)
-        if len(sums) != 1:
+        if not sums_gradient(self._layouts[value], layout, self._stage.logical_mesh):
             return ()
 
         # Gradients of all ops that read the input in this layout are summed at once. An op may read
@@ -165,13 +169,12 @@ class MatmulOverlap:
 
     def _matmul(self, op: Op) -> Product | None:
         """Return the matmul that a device computes for an op; None if it is something else."""
-        matmul = product_of(op.call)
-        if matmul is None or is_symbolic(op.call) or op.name in self._stage.recomputed_ops:
+        if op.name in self._stage.recomputed_ops:
             return None
         for strategy in self._stage.strategies[op.name]:
-            if strategy.implementation not in (None, "bias_on_first"):
+            if strategy.implementation not in IMPLEMENTATIONS:
                 return None
-        return matmul
+        return overlapping_matmul(op.call)
 
     def _operand_layout(self, op: Op, position: int) -> DualLayout:
         """Return the layout in which an op takes an operand."""
@@ -205,25 +208,12 @@ class MatmulOverlap:
         if matmul is None:
             return {}
         (value,) = op.results
-        meta = op.call.results[0]
         targets = set()
         for index, position in self._graph.consumers.get(value, ()):
             targets.add(self._operand_layout(self._graph.ops[index], position))
         leaves = value in {*self._graph.escaping, *self._graph.sent, *self._passed_on}
-        is_in_segments = len(meta.shape) != len(op.call.operands[matmul.rows].shape)
-        if leaves or is_in_segments or len(targets) != 1:
+        if leaves or is_in_segments(op.call, matmul) or len(targets) != 1:
             return {}
-
+        shape = op.call.results[0].shape
         mesh_shape = self._stage.logical_mesh
-        source = self._layouts[value]
-        sums = value_sums(source, targets.pop(), mesh_shape)
-        if len(sums) != 1:
-            return {}
-        last = tuple(size - 1 for size in mesh_shape)
-        sizes = value_layout(source).local_shape(meta.shape, mesh_shape, last)
-        # Any dim but the last, and the one that the sum shards.
-        dims = {}
-        for dim, size in enumerate(sizes[:-1]):
-            if dim != sums[0].dim:
-                dims[dim] = size
-        return dims
+        return chunk_dims(shape, self._layouts[value], targets.pop(), mesh_shape)

@@ -14,6 +14,7 @@ from alpa_strategy.ir.plan import ParameterPlan, Plan, job_ranks
 from alpa_strategy.microbatch.transform import microbatch
 from alpa_strategy.planner.cost_task import stage_cost_task
 from alpa_strategy.planner.details import stage_problems
+from alpa_strategy.planner.execution import can_overlap
 from alpa_strategy.planner.one_stage import whole_batch, whole_step_request
 from alpa_strategy.planner.task import PlanTask
 from alpa_strategy.schedules import in_flight_by_stage
@@ -32,7 +33,8 @@ def stage_job(task: PlanTask, plan: Plan) -> StageCostTask:
     task = task.for_stages()
     graph = microbatch(task.step, plan.num_microbatches, task.cluster.num_devices).graph
     cuts, _ = layers_of(graph, task.cluster, task.options)
-    return stage_cost_task(task, graph, cuts, plan.num_microbatches)
+    overlaps = can_overlap(plan)
+    return stage_cost_task(task, graph, cuts, plan.num_microbatches, overlaps_matmuls=overlaps)
 
 
 def in_flight_of(plan: Plan, num_microbatches: int) -> tuple[int, Sequence[int]]:

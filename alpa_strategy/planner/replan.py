@@ -32,6 +32,7 @@ from alpa_strategy.ir.stage_graph import stage_on
 from alpa_strategy.microbatch.transform import MicroStep, microbatch
 from alpa_strategy.planner.assembly import plan_of
 from alpa_strategy.planner.cost_task import stage_cost_task
+from alpa_strategy.planner.execution import can_overlap
 from alpa_strategy.planner.figures import with_figures
 from alpa_strategy.planner.plan_stages import in_flight_of
 from alpa_strategy.planner.task import PlanTask
@@ -124,6 +125,7 @@ def replan(task: PlanTask, running: Plan) -> Plan:
         cluster=cluster,
         options=options,
         remat=False,
+        overlaps_matmuls=can_overlap(running),
     )
 
     solver = StageSolver(job)

@@ -85,6 +85,8 @@ def test_steps_leave_the_attributes_that_eager_steps_leave(function) -> None:
         for name in ("table", "results"):
             torch.testing.assert_close(vars(captured).get(name), vars(eager).get(name))
         torch.testing.assert_close(captured.layer.loss, eager.layer.loss)
+        if captured.layer.loss is not None:
+            assert not captured.layer.loss.requires_grad
         assert changed_value(step.attributes) is None
 
 

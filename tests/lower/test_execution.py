@@ -10,14 +10,18 @@ import pytest
 import torch
 from models import MODELS
 from proofs.thread_mesh import run_on_threads
+from torch import nn
 
 from alpa_strategy import ClusterSpec, PlanOptions, capture_step
 from alpa_strategy.comm.random import ShardedRandom
 from alpa_strategy.errors import PlanError
+from alpa_strategy.ir.execution import CompiledExecution
 from alpa_strategy.ir.graph import StepGraph
 from alpa_strategy.ir.optimizer_info import OptimizerInfo
+from alpa_strategy.ir.placement import INVARIANT, PARTIAL, shard
 from alpa_strategy.ir.plan import Plan
-from alpa_strategy.lower.codegen import LoweredStage, lower_stage
+from alpa_strategy.lower.codegen import LoweredStage, lower, lower_stage
+from alpa_strategy.lower.segments import Compiler
 from alpa_strategy.microbatch.transform import MicroStep, microbatch
 from alpa_strategy.planner.execution import with_execution
 from alpa_strategy.planner.plan_check import check_plan
@@ -131,3 +135,87 @@ def test_an_execution_that_is_impossible_is_refused(field, value, message):
     plan, micro = planned("gpt", **STAGES)
     with pytest.raises(PlanError, match=message):
         check_plan(with_stage(plan, **{field: value}), micro.graph, 2, micro.from_prologue)
+
+
+@cache
+def planned_convnet(**options: object) -> tuple[Plan, StepGraph]:
+    """A plan of one stage on two devices, whose batch norms see the samples of both, and the
+    step.
+    """
+    module = MODELS["convnet"](channels=64, image_size=128)
+    module = nn.SyncBatchNorm.convert_sync_batchnorm(module)
+    batch = module.example_batch(8, torch.Generator().manual_seed(0))
+    step = capture_step(module, batch, world_size=2)
+    cluster = ClusterSpec.load("pcie_8gpu", {"num_nodes": 1, "devices_per_node": 2})
+    return choose_plan(PlanTask(step, cluster, PlanOptions(**options), ADAM)), step
+
+
+def source(plan: Plan, step: StepGraph, compiler: Compiler | None = None) -> str:
+    """The program of the only stage on its first device."""
+    stage = plan.stages[0]
+
+    def on_device(mesh):
+        return lower(step, stage, mesh, META, ShardedRandom(mesh, 0), compiler).source
+
+    return run_on_threads(stage.logical_mesh, on_device)[0]
+
+
+def test_values_leave_in_the_layouts_of_the_plan():
+    step = step_of("gpt")
+    cluster = ClusterSpec.load("pcie_8gpu", {"num_nodes": 1, "devices_per_node": 2})
+    plan = choose_plan(PlanTask(step, cluster, PlanOptions(parallel="data"), ADAM))
+    leaving = plan.stages[0].execution.leaving
+    assert leaving.keys() == set(step.escaping)
+    assert leaving[step.loss] == (PARTIAL,)
+    summed = with_stage(plan, leaving=leaving | {step.loss: (INVARIANT,)})
+    check_plan(summed, step, 2)
+    assert source(summed, step).count("reshard_") == source(plan, step).count("reshard_") + 1
+
+    for wrong in (
+        leaving | {step.loss: (shard(0),)},
+        leaving | {99_999: (INVARIANT,)},
+        {value: layout for value, layout in leaving.items() if value != step.loss},
+    ):
+        with pytest.raises(PlanError, match=r"leaving.* (expected 'R' or 'P'|(has|lacks) value)"):
+            check_plan(with_stage(plan, leaving=wrong), step, 2)
+
+
+def test_compiled_programs_do_what_the_plan_says():
+    plan, step = planned_convnet(parallel="data", compile=True)
+    compiled = plan.stages[0].execution.compiled
+    assert len(compiled.channels_last) == len(compiled.split_batch_norms) == 2
+    compiler = Compiler({"backend": "eager"})
+    fewer = CompiledExecution(compiled.channels_last[:1], compiled.split_batch_norms[:1])
+    changed = with_stage(plan, compiled=fewer)
+    check_plan(changed, step, 2)
+
+    def exchanges(which: Plan) -> int:
+        return source(which, step, compiler).count("= exchange_")
+
+    assert exchanges(plan) == 2
+    assert exchanges(changed) == 1
+    assert "exchange_" not in source(plan, step)
+
+    for wrong in (
+        CompiledExecution(compiled.split_batch_norms, ()),
+        CompiledExecution((), compiled.channels_last),
+    ):
+        with pytest.raises(PlanError, match=r"compiled\.(channels_last|split_batch_norms) has"):
+            check_plan(with_stage(plan, compiled=wrong), step, 2)
+
+
+@pytest.mark.parametrize("lacks", ["leaving", "compiled"])
+def test_a_file_without_a_field_of_the_execution_gets_it(lacks):
+    plan, step = planned_convnet(parallel="data", compile=True)
+    data = plan.to_dict()
+    del data["stages"][0]["execution"][lacks]
+    older = Plan.from_dict(json.loads(json.dumps(data)))
+    assert with_execution(older, step, is_compiled=True) == plan
+    with pytest.raises(PlanError, match=rf"execution\.{lacks}"):
+        source(older, step, Compiler({"backend": "eager"}))
+
+
+def test_a_plan_of_a_run_that_does_not_compile_has_nothing_compiled():
+    plan, _ = planned_convnet(parallel="data")
+    assert plan.stages[0].execution.compiled is None
+    assert "compiled" not in plan.to_dict()["stages"][0]["execution"]
