@@ -71,8 +71,9 @@ def resume_at_ends_of_epochs(root: str, options: dict[str, Any]) -> bool:
     return True
 
 
-# Where an epoch ends no layout is another. The chain below is a pipeline's.
-@pytest.mark.parametrize("case", slow_but(CASES, ("zero3",)))
+# By default the test above resumes from the end of an epoch, and the chain below goes on from it.
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES)
 def test_resumed_where_epochs_end(pool, tmp_path: Path, case: str) -> None:
     assert pool.run(2, resume_at_ends_of_epochs, str(tmp_path), CASES[case]) == [True, True]
 

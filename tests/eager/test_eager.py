@@ -153,27 +153,28 @@ IN_SHARDS = sorted(
 )
 
 
-# These programs step, freeze, look or begin at other moments than most, or have gradients of other
-# kinds. Others of them are recomputed below.
-AT_OTHER_MOMENTS = {
-    "LooksAtItsWeights",
-    "FreezesInItsStep",
-    "AccumulatesByHand",
-    "ClipsByHand",
-    "TwoKindsOfOptimizer",
-    "MuonAndAdamW",
-    "AveragesWeights",
-    "SparseTablesBySgd",
-    "SetsItsGradients",
-}
-# Each program is run once by default, those above twice, in turn with whole parameters and in
-# shards of either kind.
+# Penalties differentiate twice, experts have shapes of their own, recurrent nets keep weights in
+# lists, queues and norms have buffers, GANs run several backward passes, some checkpoint by
+# themselves.
+MADE_AGAIN = [
+    *(
+        "GradientPenalty",
+        "LoopsOverExperts",
+        "Recurrent",
+        "MoCo",
+        "Normalized",
+        "Gan",
+        "SeveralBackwards",
+    ),
+    *("Checkpointed", "RankDependent", "Functions", "CapturableAtFirst", "LearnsToLearn"),
+]
+
+
+# Each program is run once by default, in turn with whole parameters and in shards of either kind,
+# or recomputed.
 IN_ALL_WAYS = [(name, "auto") for name in PROGRAMS]
 IN_ALL_WAYS += product(IN_SHARDS, ("zero3", "zero2"))
-BY_DEFAULT = {
-    *covering(IN_ALL_WAYS),
-    *covering([row for row in IN_ALL_WAYS if row[0] in AT_OTHER_MOMENTS], times=2),
-}
+BY_DEFAULT = covering([row for row in IN_ALL_WAYS if row[0] not in MADE_AGAIN])
 
 
 def programs_in(*ways: str) -> list[Any]:
@@ -258,23 +259,6 @@ def warnings_of_nan(parallel: str, folder: str) -> int:
 def test_parameters_read_outside_their_module_are_refused_when_sharded(pool, tmp_path) -> None:
     assert pool.run(RANKS, warnings_of_nan, "zero3", str(tmp_path)) == [1, 0]
     assert pool.run(RANKS, warnings_of_nan, "data", str(tmp_path)) == [0, 0]
-
-
-# Penalties differentiate twice, experts have shapes of their own, recurrent nets keep weights in
-# lists, queues and norms have buffers, GANs run several backward passes, some checkpoint by
-# themselves.
-MADE_AGAIN = [
-    *(
-        "GradientPenalty",
-        "LoopsOverExperts",
-        "Recurrent",
-        "MoCo",
-        "Normalized",
-        "Gan",
-        "SeveralBackwards",
-    ),
-    *("Checkpointed", "RankDependent", "Functions", "CapturableAtFirst", "LearnsToLearn"),
-]
 
 
 @pytest.mark.parametrize(("name", "parallel"), in_tiers(product(MADE_AGAIN, ("data", "zero3"))))

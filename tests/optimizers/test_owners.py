@@ -52,7 +52,7 @@ MUON_MODELS = ("recipe_moe", "recipe_wide_resnet")
         # Muon has a GPT under the others below.
         *slow_but(
             product(MUON_MODELS, PLANS),
-            (("recipe_moe", "zero3"), ("recipe_wide_resnet", "tensor")),
+            (("recipe_wide_resnet", "tensor"),),
         ),
         ("recipe_moe", "experts"),
         # GPT is on four ranks below.
