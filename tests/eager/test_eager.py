@@ -19,7 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from conformance.bench import differences
-from covering import covering, in_tiers
+from covering import covering, in_tiers, slow_but
 from eager import programs
 from eager.programs import PROGRAMS
 from quiet import QUIET
@@ -282,9 +282,10 @@ def test_names_that_are_not_computed_with_stay_captured(pool, tmp_path) -> None:
     assert not any(rank["is_written"][0] for rank in per_rank)
 
 
-@pytest.mark.parametrize(
-    "name", ["CountsNames", "CountsRecords", "TimesRanks", "TimesRanksByGroup"]
-)
+NUMBERS = ("CountsNames", "CountsRecords", "TimesRanks", "TimesRanksByGroup")
+
+
+@pytest.mark.parametrize("name", slow_but(NUMBERS, ("CountsRecords", "TimesRanks")))
 def test_numbers_of_a_rank_stay_captured(pool, under_ddp, tmp_path, name: str) -> None:
     """Lists with an item per sample, and the number of ranks, are what they are on each rank."""
     per_rank = pool.run(RANKS, train, name, "alpa", str(tmp_path))

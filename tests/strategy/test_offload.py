@@ -244,6 +244,8 @@ def test_to_be_allowed_to_offload_never_costs_time(
         assert allowed.predicted.step_seconds <= without.predicted.step_seconds * (1 + 1e-9)
 
 
+# By default test_stored_results.py bounds the host's memory. Three plans of four layers: 12 s.
+@pytest.mark.slow
 def test_less_of_the_host_is_used_where_it_has_less(tmp_path: Path) -> None:
     sizes = {**SIZES, "num_layers": 4}
     options = {"num_stages": 1, "num_microbatches": 1, "memory_limit": 0.5 * state_bytes(4)}
