@@ -1,5 +1,5 @@
 """Scripts that start their own ranks, run as a user runs them: in processes of their own, without
-the worker pool.
+the worker pool. The first rank's has torch and Lightning already (`template.py`).
 """
 
 from __future__ import annotations
@@ -8,6 +8,8 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+
+from template import run_script
 
 TESTS = Path(__file__).parent
 
@@ -31,7 +33,10 @@ def run_job(
     environment["PYTHONPATH"] = os.pathsep.join(
         [str(TESTS), str(TESTS.parent), os.environ.get("PYTHONPATH", "")]
     )
-    command = [sys.executable, *launcher, str(path), *arguments]
+    command = [str(path), *arguments]
+    if not launcher:
+        return run_script(command, folder, environment, timeout)
+    command = [sys.executable, *launcher, *command]
     return subprocess.run(
         command, env=environment, capture_output=True, text=True, timeout=timeout, cwd=folder
     )

@@ -8,16 +8,14 @@ test session.
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
 import faulthandler
 import gc
+import importlib
 import importlib.util
 import os
 import pickle
 import signal
 import socket
-import subprocess
 import sys
 import time
 import traceback
@@ -27,16 +25,13 @@ from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
 from typing import Any
 
+from template import die_with_parent, template
+
 MAX_WORKERS = 4
 GRACE_SECONDS = 1.0
-# What jobs import, once for all workers: torch.optim imports Dynamo at the first optimizer, this
-# package its planner at the first step.
+# What jobs import, once for all workers, besides what their template has: this package imports its
+# planner at the first step.
 IMPORTED = (
-    "lightning.pytorch",
-    "torch._dynamo",
-    "torch.fx.experimental.proxy_tensor",
-    "torch.distributed.checkpoint",
-    "torchmetrics",
     "alpa_strategy",
     "alpa_strategy.capture.capture",
     "alpa_strategy.planner.planner",
@@ -58,14 +53,13 @@ class WorkerError(AssertionError):
 
 
 class WorkerPool:
-    """Up to `MAX_WORKERS` worker processes, forked when first needed from a template process that
-    has done the imports.
+    """Up to `MAX_WORKERS` worker processes, forked when first needed from a process that has done
+    the imports.
 
     A worker that hangs is killed with all others; new ones are there in milliseconds.
     """
 
     def __init__(self) -> None:
-        self._template: subprocess.Popen | None = None
         self._control: socket.socket | None = None
         self._workers: list[Connection] = []
 
@@ -153,27 +147,16 @@ class WorkerPool:
         for connection in self._workers:
             connection.close()
         self._workers.clear()
-        if self._template is not None:
-            assert self._control is not None
+        if self._control is not None:
+            # The process that forks them ends, and they with it.
             self._control.close()
-            self._template.kill()  # its workers die with it
-            self._template.wait()
-            self._template = None
+            self._control = None
 
     def _start_worker(self, rank: int) -> Connection:
-        if self._template is None:
+        if self._control is None:
             self._control, theirs = socket.socketpair()
-            environment = {
-                **os.environ,
-                "OMP_NUM_THREADS": "1",
-                "DS_ACCELERATOR": "cpu",
-                "CUDA_VISIBLE_DEVICES": "",
-                "TOKENIZERS_PARALLELISM": "false",
-            }
-            command = [sys.executable, str(Path(__file__).resolve()), str(theirs.fileno())]
-            self._template = subprocess.Popen(command, pass_fds=[theirs.fileno()], env=environment)
+            template().fork({"workers": True}, [theirs.fileno()])
             theirs.close()
-        assert self._control is not None
         ours, theirs = Pipe(duplex=True)
         socket.send_fds(self._control, [str(rank).encode()], [theirs.fileno()])
         theirs.close()
@@ -191,7 +174,7 @@ class WorkerPool:
     def _expect_done(self) -> None:
         assert self._control is not None
         if self._control.recv(4) != b"done":
-            raise WorkerError("the worker pool's template process died")
+            raise WorkerError("the process that forks workers died")
 
 
 def _free_port() -> int:
@@ -256,7 +239,7 @@ def _run_job(message: bytes) -> Any:
 
 
 def _worker_main(rank: int, file_descriptor: int) -> None:
-    _die_with_parent()
+    die_with_parent()
     os.environ["RANK"] = os.environ["LOCAL_RANK"] = str(rank)
     rank_zero = sys.modules["lightning.fabric.utilities.rank_zero"]
     rank_zero.rank_zero_only.rank = rank  # Lightning reads RANK at import, which the template did
@@ -277,25 +260,30 @@ def _worker_main(rank: int, file_descriptor: int) -> None:
             return
 
 
-def _template_main(file_descriptor: int) -> None:
+def _capture_once() -> None:
+    """Capture a step: all workers have then what torch makes at the first one, in half a second."""
+    import torch
+    from lightning.pytorch.demos.boring_classes import BoringModel
+
+    from alpa_strategy.capture.capture import capture_step
+
+    capture_step(BoringModel(), torch.ones(2, 32))
+
+
+def serve(file_descriptor: int) -> None:
     """Import once, then fork a worker per message (its rank, with a pipe's descriptor) until the
     pool goes away.
     """
-    _die_with_parent()
-    sys.path.insert(0, str(Path(__file__).resolve().parent))
-
-    import torch
-
     for name in IMPORTED:
         importlib.import_module(name)
-    torch.set_num_threads(1)
+    _capture_once()
     gc.freeze()  # what is imported is no garbage
     children: list[int] = []
     with socket.socket(fileno=file_descriptor) as control:
         while True:
             message, descriptors, _, _ = socket.recv_fds(control, 16, 1)
             if not message:
-                return
+                os._exit(0)
             if message == b"kill":
                 for child in children:
                     os.kill(child, signal.SIGKILL)
@@ -312,12 +300,3 @@ def _template_main(file_descriptor: int) -> None:
                 os.close(descriptors[0])
                 children.append(child)
             control.send(b"done")
-
-
-def _die_with_parent() -> None:
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL("libc.so.6").prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG, Linux only
-
-
-if __name__ == "__main__":
-    _template_main(int(sys.argv[1]))

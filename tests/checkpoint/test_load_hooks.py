@@ -67,6 +67,8 @@ class Loads(Net):
 
     def on_train_start(self) -> None:
         self.loaded = {key: value.clone() for key, value in self.state_dict().items()}
+        # Nothing is trained.
+        self.trainer.should_stop = True
 
 
 def load(root: str, path: str, options: dict[str, Any] | None) -> dict[str, Any]:
@@ -97,7 +99,8 @@ CASES = {"data": {"parallel": "data"}, "zero3": {"parallel": "zero3"}}
 
 def save_and_load(pool: Any, folder: Path, options: dict[str, Any] | None) -> dict[str, Any]:
     """What rank 0 loads, with every change, of what a training under the same options saved."""
-    pool.run(2, train, str(folder / "saved"), options, init_group=False)
+    saves = [("data", "module")]
+    pool.run(2, train, str(folder / "saved"), options, saves, init_group=False)
     path = str(folder / "saved" / "data-module.ckpt")
     return pool.run(2, load, str(folder), path, options, init_group=False)[0]
 

@@ -116,7 +116,7 @@ def resume(root: str, places: dict[str, Any]) -> dict[str, bool]:
 
 
 # Moments of epochs are in test_resume.py.
-QUICK_PLACES = ("same root", "other root", "planned for before", "a short batch next", "twice")
+QUICK_PLACES = ("other root", "a short batch next")
 
 
 @pytest.mark.parametrize(
@@ -159,7 +159,7 @@ def resume_with(root: str, wishes: dict[str, Any]) -> dict[str, tuple[set[str], 
     return results
 
 
-QUICK_WISHES = ("parallel", "memory_limit", "cluster", "logical_mesh")
+QUICK_WISHES = ("parallel", "cluster")
 
 
 @pytest.mark.parametrize(

@@ -52,7 +52,14 @@ def best_last_and_test(root: str, options: dict[str, Any]) -> None:
     assert_bitwise(dict(fresh.state_dict()), at_the_end)
 
 
-@pytest.mark.parametrize("options", [ONE_STAGE["zero3"], PIPELINE], ids=["zero3", "pipeline"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param(ONE_STAGE["zero3"], id="zero3"),
+        # Saved and resumed in test_resume.py.
+        pytest.param(PIPELINE, id="pipeline", marks=pytest.mark.slow),
+    ],
+)
 def test_best_last_links_and_evaluation(pool, tmp_path: Path, options: dict[str, Any]) -> None:
     pool.run(2, best_last_and_test, str(tmp_path), options)
 

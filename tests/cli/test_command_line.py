@@ -2,11 +2,10 @@
 exit code 2.
 """
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from template import run_script
 
 from alpa_strategy.cli import main
 from alpa_strategy.commands.recipe_task import PLAN_KEYS, split_overrides
@@ -157,12 +156,7 @@ def test_help_of_whatif_names_the_plan_that_it_takes(capsys):
 
 
 def test_module_runs_as_a_command():
-    result = subprocess.run(
-        [sys.executable, "-m", "alpa_strategy", "show", "nowhere.json"],
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+    result = run_script(["-m", "alpa_strategy", "show", "nowhere.json"], ROOT)
     assert result.returncode == 2
     assert "nowhere.json" in result.stderr
 

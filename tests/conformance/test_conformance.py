@@ -61,17 +61,41 @@ def reference(pool, tmp_path_factory):
 # Steps that run eagerly alone: a pipeline refuses them (test_refusals.py).
 EAGER_ONLY = {"logs.printing"}
 KINDS = ("alpa", "pipelined")
+# Where other tests have the same by default.
+REPEATED = {
+    "callbacks.average_by_hand": "callbacks.average_in_the_module",
+    "callbacks.finetuning": "strategy/test_finetuning.py",
+    "callbacks.learning_rate_finder": "checkpoint/test_lightning_readers.py",
+    "callbacks.weight_averaging": "callbacks.weight_averaging_resumed",
+    "checkpoints.best_checkpoint_is_tested": "checkpoint/test_lightning_readers.py",
+    "checkpoints.module_of_the_best_checkpoint": "checkpoint/test_lightning_readers.py",
+    "checkpoints.saved_by_hand_and_resumed": "loops.numbers_of_the_step",
+    "checkpoints.weights_only_checkpoint": "checkpoint/test_lightning_readers.py",
+    "data.sequences_of_changing_length": "strategy/test_changing_shapes.py",
+    "evaluation.several_validation_loaders": "strategy/test_evaluation.py",
+    "evaluation.smaller_last_evaluation_batch": "strategy/test_evaluation.py",
+    "logs.csv_logger": "strategy/test_loggers.py",
+    "loops.batch_norm_over_all_ranks": "eager/test_synced_norms.py",
+    "loops.compiled_parts_of_the_module": "equality/test_compiled.py",
+    "loops.epoch_in_the_loss": "strategy/test_changing_numbers.py",
+    "loops.sanity_check_and_val_check_interval": "loops.validation_every_few_batches_and_epochs",
+    "optimization.clip_by_norm": "equality/test_equality.py",
+    "optimization.parameters_frozen_on_the_way": "strategy/test_finetuning.py",
+    "optimization.scheduler_by_epoch": "optimization.scheduler_on_plateau",
+}
 
 
 def cases():
     """Every behaviour with both kinds of plan. By default each behaviour runs with one kind, in
-    turn; the others are slow.
+    turn, unless other tests have it; the others are slow.
     """
+    assert BEHAVIOURS.keys() >= REPEATED.keys()
     for number, name in enumerate(BEHAVIOURS):
         kinds = KINDS[:1] if name in EAGER_ONLY else KINDS
         default = kinds[number % len(kinds)]
         for kind in kinds:
-            marks = () if kind == default else pytest.mark.slow
+            is_default = kind == default and name not in REPEATED
+            marks = () if is_default else pytest.mark.slow
             yield pytest.param(name, kind, marks=marks, id=f"{name}-{kind}")
 
 

@@ -6,12 +6,12 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 from lightning.fabric import Fabric
+from template import run_script
 
 from alpa_strategy import AlpaError, AlpaStrategy
 
@@ -74,9 +74,7 @@ def run(folder: Path, program: str) -> subprocess.CompletedProcess[str]:
     (package / "__init__.py").write_text(STAND_IN)
     paths = [str(folder), str(Path(__file__).parents[2])]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
-    return subprocess.run(
-        [sys.executable, "-c", program], env=environment, capture_output=True, text=True
-    )
+    return run_script(["-c", program], folder, environment)
 
 
 # Each is a process of its own. By default both orders of the imports are tried.

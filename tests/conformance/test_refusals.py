@@ -196,17 +196,26 @@ class Communicates(Net):
         return contrastive(self, z, COMMUNICATE[self.how](self, z))
 
 
-def texts_of_communication(root: str) -> dict[str, str]:
+def texts_of_communication(root: str, ways: tuple[str, ...]) -> dict[str, str]:
     results = {}
-    for how in COMMUNICATE:
+    for how in ways:
         Communicates.how = how
         results[how], _ = fit("Communicates", "alpa", root)
     return results
 
 
-def test_communication_in_the_step(pool, tmp_path) -> None:
+# A method of the module, a collective that writes, one of torch's functions with a gradient.
+QUICK_WAYS = ("self.all_gather", "all_reduce", "all_gather")
+
+
+@pytest.mark.parametrize(
+    "ways",
+    [QUICK_WAYS, pytest.param(tuple(COMMUNICATE), marks=pytest.mark.slow)],
+    ids=["some", "all"],
+)
+def test_communication_in_the_step(pool, tmp_path, ways: tuple[str, ...]) -> None:
     """It would sum, or gather, what is the global batch's already."""
-    for found in pool.run(RANKS, texts_of_communication, str(tmp_path)):
+    for found in pool.run(RANKS, texts_of_communication, str(tmp_path), ways):
         for how, text in found.items():
             assert how.rpartition(" ")[2] in text
             assert "is called in the step" in text

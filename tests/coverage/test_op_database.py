@@ -14,37 +14,22 @@ from alpa_strategy.sharding.strategies import axis_strategies
 
 pytest.importorskip("expecttest")
 
+# Ops that are made of others, or have no case of their own in sharding/rule_cases.py.
 REPRESENTATIVE = frozenset(
     [
-        "addbmm",
-        "addmm",
-        "baddbmm",
-        "bmm",
-        "cat",
-        "cumsum",
         "einsum",
-        "gather",
-        "index_add",
         "index_put",
-        "index_select",
         "linalg.cholesky",
         "linalg.solve",
-        "masked_fill",
-        "max",
         "sort",
-        "scatter_add",
         "scatter_reduce",
         "softmax",
         "std",
         "topk",
-        "tril",
         "unfold",
-        "where",
         "cartesian_prod",
         "cross",
         "diag_embed",
-        "diagonal_scatter",
-        "inner",
         "kron",
         "linalg.multi_dot",
         "quantile",
@@ -52,28 +37,15 @@ REPRESENTATIVE = frozenset(
         "sum_to_size",
         "tensordot",
         "trapezoid",
-        "vstack",
         "var_mean",
         "fft.rfft",
-        "nn.functional.conv2d",
         "nn.functional.conv_transpose2d",
-        "nn.functional.cross_entropy",
-        "nn.functional.embedding",
         "nn.functional.embedding_bag",
-        "nn.functional.gelu",
-        "nn.functional.glu",
         "nn.functional.grid_sample",
         "nn.functional.group_norm",
         "nn.functional.instance_norm",
         "nn.functional.interpolate",
-        "nn.functional.kl_div",
-        "nn.functional.layer_norm",
         "nn.functional.max_pool2d",
-        "nn.functional.nll_loss",
-        "nn.functional.pad",
-        "nn.functional.pixel_shuffle",
-        "nn.functional.scaled_dot_product_attention",
-        "nn.functional.smooth_l1_loss",
         "nn.functional.triplet_margin_loss",
     ]
 )
@@ -95,7 +67,7 @@ def test_a_representative_part_has_proved_rules():
         if not v.sharded and not v.why.startswith(NONE_EXISTS):
             missing.append(v)
     assert missing == []
-    assert sum(v.num_proved for v in verdicts) > 200
+    assert sum(v.num_proved for v in verdicts) > 150
 
 
 def test_a_wrong_strategy_is_found_out():

@@ -19,7 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from conformance.bench import differences
-from covering import covering, in_tiers
+from covering import covering, in_tiers, slow_but
 from eager import programs
 from eager.programs import PROGRAMS
 from quiet import QUIET
@@ -153,27 +153,28 @@ IN_SHARDS = sorted(
 )
 
 
-# These programs step, freeze, look or begin at other moments than most, or have gradients of other
-# kinds. Others of them are recomputed below.
-AT_OTHER_MOMENTS = {
-    "LooksAtItsWeights",
-    "FreezesInItsStep",
-    "AccumulatesByHand",
-    "ClipsByHand",
-    "TwoKindsOfOptimizer",
-    "MuonAndAdamW",
-    "AveragesWeights",
-    "SparseTablesBySgd",
-    "SetsItsGradients",
-}
-# Each program is run once by default, those above twice, in turn with whole parameters and in
-# shards of either kind.
+# Penalties differentiate twice, experts have shapes of their own, recurrent nets keep weights in
+# lists, queues and norms have buffers, GANs run several backward passes, some checkpoint by
+# themselves.
+MADE_AGAIN = [
+    *(
+        "GradientPenalty",
+        "LoopsOverExperts",
+        "Recurrent",
+        "MoCo",
+        "Normalized",
+        "Gan",
+        "SeveralBackwards",
+    ),
+    *("Checkpointed", "RankDependent", "Functions", "CapturableAtFirst", "LearnsToLearn"),
+]
+
+
+# Each program is run once by default, in turn with whole parameters and in shards of either kind,
+# or recomputed.
 IN_ALL_WAYS = [(name, "auto") for name in PROGRAMS]
 IN_ALL_WAYS += product(IN_SHARDS, ("zero3", "zero2"))
-BY_DEFAULT = {
-    *covering(IN_ALL_WAYS),
-    *covering([row for row in IN_ALL_WAYS if row[0] in AT_OTHER_MOMENTS], times=2),
-}
+BY_DEFAULT = covering([row for row in IN_ALL_WAYS if row[0] not in MADE_AGAIN])
 
 
 def programs_in(*ways: str) -> list[Any]:
@@ -260,23 +261,6 @@ def test_parameters_read_outside_their_module_are_refused_when_sharded(pool, tmp
     assert pool.run(RANKS, warnings_of_nan, "data", str(tmp_path)) == [0, 0]
 
 
-# Penalties differentiate twice, experts have shapes of their own, recurrent nets keep weights in
-# lists, queues and norms have buffers, GANs run several backward passes, some checkpoint by
-# themselves.
-MADE_AGAIN = [
-    *(
-        "GradientPenalty",
-        "LoopsOverExperts",
-        "Recurrent",
-        "MoCo",
-        "Normalized",
-        "Gan",
-        "SeveralBackwards",
-    ),
-    *("Checkpointed", "RankDependent", "Functions", "CapturableAtFirst", "LearnsToLearn"),
-]
-
-
 @pytest.mark.parametrize(("name", "parallel"), in_tiers(product(MADE_AGAIN, ("data", "zero3"))))
 def test_recomputed_as_under_ddp(pool, under_ddp, tmp_path, name: str, parallel: str) -> None:
     """Every submodule is recomputed in the backward."""
@@ -298,9 +282,10 @@ def test_names_that_are_not_computed_with_stay_captured(pool, tmp_path) -> None:
     assert not any(rank["is_written"][0] for rank in per_rank)
 
 
-@pytest.mark.parametrize(
-    "name", ["CountsNames", "CountsRecords", "TimesRanks", "TimesRanksByGroup"]
-)
+NUMBERS = ("CountsNames", "CountsRecords", "TimesRanks", "TimesRanksByGroup")
+
+
+@pytest.mark.parametrize("name", slow_but(NUMBERS, ("CountsRecords", "TimesRanks")))
 def test_numbers_of_a_rank_stay_captured(pool, under_ddp, tmp_path, name: str) -> None:
     """Lists with an item per sample, and the number of ranks, are what they are on each rank."""
     per_rank = pool.run(RANKS, train, name, "alpa", str(tmp_path))

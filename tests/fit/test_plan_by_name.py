@@ -187,6 +187,7 @@ def test_flags_divide_a_sequence_among_devices() -> None:
     assert batch_division(16, 8) == BatchDivision(data=8, context=1, micro=2)
 
 
+@pytest.mark.slow
 def test_names_of_two_axes_are_planned(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = write_config(tmp_path / "tiny")
     names = ["plan.logical_mesh=[2,4]", "plan.parallel=[zero3,tensor]"]

@@ -27,7 +27,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"
     ("kind", "options"),
     [
         ("lora", {"parallel": "zero3"}),
-        ("dora", {"parallel": "zero3", "capture": "never"}),
+        pytest.param("dora", {"parallel": "zero3", "capture": "never"}, marks=pytest.mark.slow),
         pytest.param("lora", {"num_stages": 2}, marks=pytest.mark.slow),
     ],
 )

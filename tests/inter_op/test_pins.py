@@ -262,9 +262,10 @@ def places_of(found):
             {"device_map": {"wte.*": [0], "head.*": 3}},
             [("wte", "0-0"), ("wpe, blocks.0-blocks.1, ln_f", "1-2"), ("head", "3-3")],
         ),
-        (
+        pytest.param(
             {"device_map": {"blocks.*": "0-2"}, "num_microbatches": 4},
             [("wte, wpe, blocks.0-blocks.1", "0-2"), ("ln_f, head", "3-3")],
+            marks=pytest.mark.slow,
         ),
         (
             {"device_map": {"blocks.*": "0-1", "blocks.1.*": "2-3"}, "num_microbatches": 4},
@@ -278,7 +279,7 @@ def places_of(found):
             },
             [("wte, wpe, blocks.0", "0-1"), ("blocks.1, ln_f, head", "2-3")],
         ),
-        (
+        pytest.param(
             {
                 "device_map": {"wte.*": "0-1"},
                 "schedule": "Interleaved1F1B",
@@ -286,6 +287,7 @@ def places_of(found):
                 "num_stages": 4,
             },
             ["0-1", "2-3", "0-1", "2-3"],
+            marks=pytest.mark.slow,
         ),
         (
             {

@@ -87,7 +87,7 @@ def kept_by_partitioner(module, batch) -> int:
     [
         ("mlp", {"d_hidden": 64, "num_layers": 4}, 1.0),
         ("bert", {"num_layers": 3}, 1.0),
-        ("llama", {"num_layers": 3}, 0.8),
+        pytest.param("llama", {"num_layers": 3}, 0.8, marks=pytest.mark.slow),
     ],
 )
 def test_compiled_steps_keep_what_the_partitioner_keeps(name, sizes, most):

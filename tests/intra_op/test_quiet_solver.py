@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import ctypes
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 from proofs.synthetic import gpt_like, least_bytes
+from template import run_script
 
 from alpa_strategy.intra_op.problem import evaluate
 from alpa_strategy.intra_op.solver import mathopt
@@ -113,7 +112,6 @@ def test_solvers_are_loaded_where_a_program_is_solved():
         "import sys, alpa_strategy, alpa_strategy.planner.planner;"
         "print([name for name in ('ortools', 'highspy', 'pandas') if name in sys.modules])"
     )
-    shown = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
-    ).stdout
-    assert shown.strip() == "[]"
+    done = run_script(["-c", code], ROOT)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == "[]"

@@ -14,7 +14,11 @@ from recipe_models import MODELS
 
 # Each with one of these plans, in turn; the others are slow.
 QUICK_PLANS = ("zero3", "stages")
-QUICK = covering(product(PEOPLES_OPTIMIZERS, QUICK_PLANS))
+# "lookahead of a chain" is one of these and the other.
+COMBINED = {"lookahead", "chained"}
+QUICK = [
+    row for row in covering(product(PEOPLES_OPTIMIZERS, QUICK_PLANS)) if row[0] not in COMBINED
+]
 CASES = []
 for case in product(PEOPLES_OPTIMIZERS, PLANS):
     marks = () if case in QUICK else (pytest.mark.slow,)

@@ -83,7 +83,10 @@ def test_the_same_step_around_its_own_plan_is_that_plan():
     assert again.stages[0].strategies == first.stages[0].strategies
 
 
-@pytest.mark.parametrize("options", [ONE, TWO], ids=["one stage", "two stages"])
+@pytest.mark.parametrize(
+    "options",
+    [pytest.param(ONE, id="one stage", marks=pytest.mark.slow), pytest.param(TWO, id="two stages")],
+)
 def test_propagation_around_a_plan_is_no_faster_than_the_solver(options):
     first = plan("gpt", 8, **options)
     solved = plan("gpt", 8, first, solver="ilp")

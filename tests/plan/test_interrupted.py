@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from covering import slow_but
 from killed import in_child
 from lightning import Trainer, seed_everything
 from lightning.pytorch.demos.boring_classes import BoringModel, RandomDataset
@@ -72,9 +73,7 @@ def stages(tmp_path_factory):
     return uninterrupted(STAGES, tmp_path_factory.mktemp("stages") / "whole")
 
 
-@pytest.mark.parametrize(
-    "name", ["one stage", "stages", pytest.param("batch sizes", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("name", slow_but(COMMANDS, ("stages",)))
 def test_a_killed_planning_goes_on(name, tmp_path):
     command = COMMANDS[name]
     plan, total = uninterrupted(command, tmp_path / "whole")

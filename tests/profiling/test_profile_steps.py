@@ -67,8 +67,8 @@ def trace_in(folder: Path) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
-        ({"parallel": "data"}, "all_reduce gradients of "),
-        ({"parallel": "tensor"}, "all_reduce "),
+        pytest.param({"parallel": "data"}, "all_reduce gradients of ", marks=pytest.mark.slow),
+        pytest.param({"parallel": "tensor"}, "all_reduce ", marks=pytest.mark.slow),
         ({"parallel": "zero3"}, "all_gather "),
         # The next one has the same messages and actions.
         pytest.param(PIPELINE, "", marks=pytest.mark.slow),
@@ -110,7 +110,11 @@ def test_the_trace_names_modules_and_collectives(pool, tmp_path: Path, options, 
 
 
 @pytest.mark.parametrize(
-    "options", [{"capture": "never"}, {"capture": "never", "parallel": "zero3"}]
+    "options",
+    [
+        pytest.param({"capture": "never"}, marks=pytest.mark.slow),
+        {"capture": "never", "parallel": "zero3"},
+    ],
 )
 def test_eager_steps_have_the_names_of_their_modules(pool, tmp_path: Path, options) -> None:
     pool.run(2, train, str(tmp_path), 2, options)

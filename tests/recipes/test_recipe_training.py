@@ -62,7 +62,7 @@ LONG = [
 
 @pytest.mark.parametrize(
     ("recipe", "world_size", "overrides", "fall"),
-    [*CASES, *(pytest.param(*c, marks=pytest.mark.slow) for c in LONG)],
+    [pytest.param(*c, marks=pytest.mark.slow) for c in (*CASES, *LONG)],
 )
 def test_loss_falls(pool, tmp_path, recipe, world_size, overrides, fall):
     pytest.importorskip("sklearn")

@@ -101,6 +101,7 @@ def test_more_work_takes_longer_and_more_memory():
     assert full.num_bytes < base.num_bytes
 
 
+@pytest.mark.slow
 def test_float8_products_and_tensor_parallelism_in_chunks_are_faster():
     """A source that does not say how it shards has the program's own way."""
     wide = {

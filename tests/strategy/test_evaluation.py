@@ -187,15 +187,16 @@ def assert_same(runs: list[dict[str, Any]], reference: dict[str, Any]) -> None:
 
 
 # Where parameters fit whole on a device, metrics below are of that kind by default, and the
-# conformance suite has several loaders.
-SLOW_STRATEGIES = ONE_STAGE
+# conformance suite has several loaders. Shards of either kind are gathered alike.
+SLOW_STRATEGIES = [*ONE_STAGE, SHARDED[1]]
 
 
 @pytest.mark.parametrize(
     "strategy",
     [
         PIPELINE,
-        *SHARDED,
+        SHARDED[0],
+        SHARDED[2],
         *(pytest.param(strategy, marks=pytest.mark.slow) for strategy in SLOW_STRATEGIES),
     ],
     ids=name_of,
@@ -321,13 +322,14 @@ def fit_with_ddp(root: str, sizes: list[int], kwargs: dict[str, Any]) -> dict[st
 @pytest.mark.parametrize(
     ("strategy", "written"),
     [
-        ({"parallel": "zero3"}, True),
-        ({"parallel": "zero3", **NO_ROOM}, False),
-        ({"parallel": "zero3", **NO_ROOM_BESIDE_A_STEP}, True),
-        (PIPELINE, True),
-        ({**PIPELINE, **NO_ROOM}, False),
+        pytest.param({"parallel": "zero3"}, True, id="zero3", marks=pytest.mark.slow),
+        pytest.param({"parallel": "zero3", **NO_ROOM}, False, id="zero3-shards"),
+        pytest.param(
+            {"parallel": "zero3", **NO_ROOM_BESIDE_A_STEP}, True, id="zero3-shards-then-whole"
+        ),
+        pytest.param(PIPELINE, True, id="pipeline"),
+        pytest.param({**PIPELINE, **NO_ROOM}, False, id="pipeline-shards", marks=pytest.mark.slow),
     ],
-    ids=["zero3", "zero3-shards", "zero3-shards-then-whole", "pipeline", "pipeline-shards"],
 )
 def test_metrics_have_the_values_of_ddp(
     pool, tmp_path: Path, strategy: dict, written: bool

@@ -53,7 +53,11 @@ def limit_that_holds(length: int, model: dict) -> int:
 
 
 @pytest.mark.parametrize(
-    ("heads", "attention"), [(4, "S1,S1,S1->S1"), (1, "S2,S2,S2->S2@ring_attention")]
+    ("heads", "attention"),
+    [
+        pytest.param(4, "S1,S1,S1->S1", marks=pytest.mark.slow),
+        (1, "S2,S2,S2->S2@ring_attention"),
+    ],
 )
 def test_a_sample_four_times_as_long_as_fits_trains_on_four_ranks(
     pool, tmp_path: Path, heads: int, attention: str

@@ -102,8 +102,14 @@ def resident_bytes(root: str, strategy: dict[str, Any]) -> list[int]:
 
 @pytest.mark.parametrize(
     "strategy",
-    [{"parallel": "zero3"}, {"num_stages": 2, "num_microbatches": 2, "schedule": "1F1B"}],
-    ids=["zero3", "1F1B"],
+    [
+        pytest.param({"parallel": "zero3"}, id="zero3"),
+        pytest.param(
+            {"num_stages": 2, "num_microbatches": 2, "schedule": "1F1B"},
+            id="1F1B",
+            marks=pytest.mark.slow,
+        ),
+    ],
 )
 def test_memory_does_not_grow_over_steps_of_changing_shapes(
     pool, tmp_path: Path, strategy: dict

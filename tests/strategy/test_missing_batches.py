@@ -13,6 +13,7 @@ from jobs import run_job
 from models import MLP
 from quiet import QUIET
 from torch.utils.data import DataLoader, IterableDataset
+from worker_pool import WorkerError
 
 from alpa_strategy import AlpaStrategy
 from alpa_strategy.errors import RuntimeMismatchError
@@ -150,12 +151,39 @@ trainer.fit(Uneven(sync=True))
 """
 
 
+class Uneven(Logging):
+    """Rank 1 comes to its evaluation a training batch sooner."""
+
+    def train_dataloader(self) -> DataLoader:
+        return DataLoader(Rows(3 - self.global_rank))
+
+    def val_dataloader(self) -> DataLoader:
+        return DataLoader(Rows(2))
+
+
+def train_to_an_evaluation(root: str) -> None:
+    strategy = AlpaStrategy(cluster="pcie_8gpu", verbose=False, collective_timeout_seconds=1000)
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        devices=2,
+        strategy=strategy,
+        max_steps=9,
+        default_root_dir=root,
+        **QUIET,
+    )
+    trainer.fit(Uneven(sync=True))
+
+
+def test_a_rank_of_the_pool_that_waits_for_others_that_train(pool, tmp_path) -> None:
+    text = "rank 1 is at an evaluation, where it needs all ranks: others still train"
+    with pytest.raises(WorkerError, match=text):
+        pool.run(2, train_to_an_evaluation, str(tmp_path), timeout=60)
+
+
+# By default ranks of the pool do, in the test above.
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("where", "said"),
-    [
-        pytest.param("epoch", "the end of an epoch", marks=pytest.mark.slow),
-        ("evaluation", "an evaluation"),
-    ],
+    ("where", "said"), [("epoch", "the end of an epoch"), ("evaluation", "an evaluation")]
 )
 def test_a_rank_that_waits_between_batches_for_others_that_train(
     tmp_path, where: str, said: str

@@ -115,10 +115,14 @@ def compare(plain, runs, model, kwargs, scope, clip, accumulate):
         pytest.param("unet", "1F1B", "1+3", "zero3", "sgd", 2, True, marks=pytest.mark.slow),
         ("translator", "GPipe", "2+1+1", "tensor", "adamw", 1, True),
         pytest.param("resnet", "1F1B", "2+2", "data", "adamw", 1, True, marks=pytest.mark.slow),
-        ("twice", "Interleaved1F1B", "1+3", "zero2", "sgd", 2, True),
+        # A parameter of two stages, in a schedule that test_pipelines.py has.
+        pytest.param(
+            "twice", "Interleaved1F1B", "1+3", "zero2", "sgd", 2, True, marks=pytest.mark.slow
+        ),
         ("gpt", "ZBVZeroBubble", "1+3", "tensor", "adamw", 1, True),
         ("llama", "InterleavedZeroBubble", "2+2", "zero3", "adamw", 2, False),
-        ("bert", "LoopedBFS", "2+2", "tensor", "sgd", 1, False),
+        # pipeline/test_staged_step.py has it.
+        pytest.param("bert", "LoopedBFS", "2+2", "tensor", "sgd", 1, False, marks=pytest.mark.slow),
         ("gpt", "1F1B", "2+1+1", "tensor", "adamw", 1, "first"),
         ("frozen", "1F1B", "2+2", "data", "adamw", 1, False),
     ],
@@ -133,7 +137,13 @@ def test_pipelines_train_as_one_device(
     ("model", "world", "options"),
     [
         ("unet", 3, {"num_stages": 3, "num_microbatches": 4, "batch_scope": "global"}),
-        ("translator", 2, {"num_stages": 2, "num_microbatches": 2, "schedule": "GPipe"}),
+        # Under a plan by hand above.
+        pytest.param(
+            "translator",
+            2,
+            {"num_stages": 2, "num_microbatches": 2, "schedule": "GPipe"},
+            marks=pytest.mark.slow,
+        ),
         ("resnet", 2, {"num_stages": 2, "num_microbatches": 2, "remat": True}),
         pytest.param("twice", 4, {"num_stages": 2}, marks=pytest.mark.slow),
         pytest.param(

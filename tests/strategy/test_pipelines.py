@@ -153,7 +153,9 @@ def test_micro_batches_without_stages(pool, plain, tmp_path):
     [
         pytest.param({}, marks=pytest.mark.slow),
         pytest.param({"parallel": "tensor"}, marks=pytest.mark.slow),
-        {"parallel": "zero3", "placements": {"*.weight": "S0"}},
+        pytest.param(
+            {"parallel": "zero3", "placements": {"*.weight": "S0"}}, marks=pytest.mark.slow
+        ),
         {"num_stages": 2, "num_microbatches": 2, "schedule": "1F1B"},
     ],
     ids=str,
@@ -220,7 +222,7 @@ def test_a_checkpoint_in_the_middle_of_training(pool, tmp_path):
         torch.testing.assert_close(stored[key], expected[key], rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.parametrize("num_rows", [3 * ROWS + 4, 3 * ROWS + 2])
+@pytest.mark.parametrize("num_rows", slow_but((3 * ROWS + 4, 3 * ROWS + 2), (3 * ROWS + 2,)))
 def test_a_smaller_last_batch_and_a_branch_on_batch_idx(pool, tmp_path, num_rows):
     """The stages run a smaller batch; one that cannot be cut, or a step with other ops, runs in one
     piece.

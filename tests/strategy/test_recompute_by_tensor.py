@@ -21,8 +21,18 @@ from alpa_strategy.planner import planner
 SIZES = {"vocab_size": 32, "d_model": 32, "num_layers": 2, "seq_len": 64}
 
 
+PLANS: dict[str, Plan] = {}
+
+
 def plan(model: str, layers: int = 2, devices: int = 1, **options: Any) -> Plan:
-    """For the harness's batch in float64."""
+    """For the harness's batch in float64; made once for all tests."""
+    key = repr((model, layers, devices, sorted(options.items())))
+    if key not in PLANS:
+        PLANS[key] = new_plan(model, layers, devices, options)
+    return PLANS[key]
+
+
+def new_plan(model: str, layers: int, devices: int, options: dict[str, Any]) -> Plan:
     torch.set_default_dtype(torch.float64)
     try:
         module = MODELS[model](**{**SIZES, "num_layers": layers})
@@ -146,9 +156,14 @@ def test_what_is_made_again_is_the_same(
 @pytest.mark.parametrize(
     ("world_size", "options"),
     [
-        (1, {"num_stages": 1}),
+        # One device recomputes above, by a limit.
+        pytest.param(1, {"num_stages": 1}, marks=pytest.mark.slow),
         (2, {"parallel": "zero3", "num_stages": 1}),
-        (2, {"num_stages": 2, "num_microbatches": 2, "schedule": "1F1B"}),
+        pytest.param(
+            2,
+            {"num_stages": 2, "num_microbatches": 2, "schedule": "1F1B"},
+            marks=pytest.mark.slow,
+        ),
         (2, {"num_stages": 4, "num_microbatches": 4, "schedule": "ZBVZeroBubble"}),
     ],
     ids=["one", "zero3", "1F1B", "zero bubble"],
@@ -251,7 +266,7 @@ def check(pool, tmp_path: Path, model: str, world_size: int, options: dict[str, 
         assert run["recomputed"]
 
 
-@pytest.mark.parametrize("parallel", ["data", "zero3", "tensor"])
+@pytest.mark.parametrize("parallel", slow_but(("data", "zero3", "tensor"), ("tensor",)))
 def test_recomputation_keeps_a_named_plan_on_all_devices(parallel: str) -> None:
     """On devices that mostly wait, stages that take turns would be faster: they are not what the
     name means.

@@ -291,8 +291,9 @@ INSIDE = {
 }
 
 
-# By default with a pipeline inside; the others are below.
-@pytest.mark.parametrize("inside", slow_but(INSIDE, ("pipeline",)))
+# By default all of them are inside below.
+@pytest.mark.slow
+@pytest.mark.parametrize("inside", INSIDE)
 def test_any_plan_inside_of_a_replica_is_ddp_outside(pool, under_ddp, tmp_path, inside):
     per_rank = pool.run(RANKS, train_replicas, str(tmp_path), INSIDE[inside], {}, {})
     assert per_rank[0]["plan"][0] == (2 if inside == "pipeline" else 1)
@@ -313,7 +314,12 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 
 
 # Others of these are tried inside of another plan.
-SLOW_CASES = {"other lengths in a pipeline", "accumulation", "no evaluation"}
+SLOW_CASES = {
+    "other lengths in a pipeline",
+    "statistics of each replica's rows",
+    "accumulation",
+    "no evaluation",
+}
 
 
 @pytest.mark.parametrize("case", slow_but(CASES, CASES.keys() - SLOW_CASES))
@@ -342,7 +348,8 @@ def test_replicas_draw_their_own_numbers_and_their_ranks_the_same(pool, tmp_path
 PLAIN = {"batch_scope": "rank", "replicas": None, "parallel": "data"}
 
 
-@pytest.mark.parametrize("first", ["replicas", "plain"])
+# By default replicas resume their checkpoints below.
+@pytest.mark.parametrize("first", slow_but(("replicas", "plain"), ("replicas",)))
 def test_a_checkpoint_goes_from_replicas_to_a_plain_plan_and_back(pool, under_ddp, tmp_path, first):
     """In the middle of an epoch: the rest of it is trained on under the other plan."""
     path = str(tmp_path / "midway.ckpt")

@@ -10,6 +10,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 import torch.nn.functional as F
+from covering import slow_but
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from quiet import QUIET
 from torch import Tensor, nn
@@ -153,7 +154,7 @@ def train_both(root: str, use: str, fault: int | None) -> Any:
     return train(root, use, fault), train(root, use, fault, parallel="data")
 
 
-@pytest.mark.parametrize("fault", [0, 3, 100])
+@pytest.mark.parametrize("fault", slow_but((0, 3, 100), (3,)))
 def test_a_mask_may_differ_between_ranks(pool, tmp_path, fault: int) -> None:
     for (expected, _), (weights, as_written) in pool.run(
         2, train_both, str(tmp_path), "mask", fault
@@ -249,7 +250,14 @@ def train_by_place(root: str, use: str) -> Any:
     )
 
 
-@pytest.mark.parametrize("use", [*PLACES, "anchors"])
+# Each of these takes rows as another one does.
+SLOW_PLACES = {"support", "neighbours", "differences", "views", "shots", "chunks", "fours"}
+ALL_PLACES = (*PLACES, "anchors")
+
+
+@pytest.mark.parametrize(
+    "use", slow_but(ALL_PLACES, [use for use in ALL_PLACES if use not in SLOW_PLACES])
+)
 def test_samples_that_are_taken_by_position_are_a_ranks(pool, tmp_path, use: str) -> None:
     for (expected, _), (weights, as_written) in pool.run(2, train_by_place, str(tmp_path), use):
         torch.testing.assert_close(weights, expected, rtol=1e-9, atol=1e-9)

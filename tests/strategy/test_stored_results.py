@@ -111,10 +111,10 @@ def train(
 @pytest.mark.parametrize(
     ("world_size", "arguments"),
     [
-        pytest.param(1, {"accumulate": 2, "clip": 0.1}, id="accumulated-1"),
-        pytest.param(2, {}, id="plain-2"),
+        pytest.param(2, {"accumulate": 2, "clip": 0.1}, id="accumulated-2"),
+        pytest.param(1, {"accumulate": 2, "clip": 0.1}, id="accumulated-1", marks=pytest.mark.slow),
+        pytest.param(2, {}, id="plain-2", marks=pytest.mark.slow),
         pytest.param(1, {}, id="plain-1", marks=pytest.mark.slow),
-        pytest.param(2, {"accumulate": 2, "clip": 0.1}, id="accumulated-2", marks=pytest.mark.slow),
     ],
 )
 def test_training_with_them_is_one_devices(

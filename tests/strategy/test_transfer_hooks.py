@@ -8,6 +8,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+from covering import slow_but
 from quiet import QUIET
 from strategy import batch_state_programs, transfer_hook_programs
 from torch import Tensor
@@ -118,7 +119,31 @@ PROGRAMS = [
 EAGER: tuple[str, ...] = ()
 
 
-@pytest.mark.parametrize("name", [*PROGRAMS, "OfTheData"])
+# Each does with other code what another program does.
+SLOW_PROGRAMS = {
+    "AveragesOutside",
+    "CallbackOfAThread",
+    "Counted",
+    "DividedByACallback",
+    "NumberOfTheCollation",
+    "OnlySixRows",
+    "OnlySixRowsInTheStep",
+    "RandomNegatives",
+    "RowsInABuffer",
+    "RowsInAContainer",
+    "RowsOfACallback",
+    "RowsOfTheLastBatch",
+    "RowsOfTheTransfer",
+    "SameNumberInTheBatch",
+    "Shares",
+    "Standardised",
+}
+ALL_PROGRAMS = (*PROGRAMS, "OfTheData")
+
+
+@pytest.mark.parametrize(
+    "name", slow_but(ALL_PROGRAMS, [name for name in ALL_PROGRAMS if name not in SLOW_PROGRAMS])
+)
 def test_hooks_around_a_batch(pool, tmp_path, name: str) -> None:
     (expected, found), (_, second) = pool.run(2, train_both, name, str(tmp_path))
     torch.testing.assert_close(found[0], expected[0], rtol=1e-9, atol=1e-9)

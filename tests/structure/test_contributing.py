@@ -7,10 +7,10 @@ import os
 import re
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from template import run_script
 
 ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
@@ -23,10 +23,7 @@ def run(code: str, folder: Path, package: Path = ROOT) -> subprocess.CompletedPr
     environment = os.environ | {
         "PYTHONPATH": f"{package}:{package / 'tests'}:{package / 'tests' / 'sharding'}"
     }
-    command = [sys.executable, "-c", code]
-    return subprocess.run(
-        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300
-    )
+    return run_script(["-c", code], folder, environment, timeout=300)
 
 
 def test_the_code_runs_on_public_names(tmp_path):

@@ -136,7 +136,12 @@ def check_equal(expected: list[Any], found: list[Any]) -> None:
 
 # Under ZeRO-2 modules are recomputed with unsharded parameters, as in "data".
 @pytest.mark.parametrize(
-    "parallel", ["data", pytest.param("zero2", marks=pytest.mark.slow), "zero3"]
+    "parallel",
+    [
+        pytest.param("data", marks=pytest.mark.slow),
+        pytest.param("zero2", marks=pytest.mark.slow),
+        "zero3",
+    ],
 )
 def test_what_does_not_fit_runs_again(pool, tmp_path, parallel: str) -> None:
     root = str(tmp_path)

@@ -9,8 +9,15 @@ import time
 from itertools import product
 from pathlib import Path
 
+import lightning.pytorch as pl
 import pytest
+import torch
 from jobs import failing_job, processes_left, run_job
+from models import MLP
+from quiet import QUIET
+from worker_pool import WorkerError
+
+from alpa_strategy import AlpaStrategy
 
 
 # By default `training_step` of the next test, which asserts the same and more.
@@ -72,15 +79,17 @@ def test_one_rank_shows_its_error_and_the_others_only_name_it(
     assert processes_left(tmp_path) == ""
 
 
+# By default ranks of the pool do, in the next test.
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("place", "rank", "more"),
     [
         ("should_stop", 0, ()),
-        pytest.param("should_stop", 1, (), marks=pytest.mark.slow),
-        pytest.param("should_stop", 1, ("without validation",), marks=pytest.mark.slow),
-        pytest.param("should_stop", 0, ("without validation",), marks=pytest.mark.slow),
-        pytest.param("should_stop at an end", 0, (), marks=pytest.mark.slow),
-        pytest.param("should_stop at an end", 1, ("without validation",), marks=pytest.mark.slow),
+        ("should_stop", 1, ()),
+        ("should_stop", 1, ("without validation",)),
+        ("should_stop", 0, ("without validation",)),
+        ("should_stop at an end", 0, ()),
+        ("should_stop at an end", 1, ("without validation",)),
     ],
 )
 def test_one_rank_that_stops_alone_is_named(tmp_path: Path, place: str, rank: int, more: tuple):
@@ -92,3 +101,31 @@ def test_one_rank_that_stops_alone_is_named(tmp_path: Path, place: str, rank: in
     assert "Traceback" not in done.stderr
     assert not CASCADE.search(done.stderr), done.stderr
     assert processes_left(tmp_path) == ""
+
+
+class StopsAlone(pl.Callback):
+    """Ends the training of rank 0."""
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: object) -> None:
+        if trainer.is_global_zero and trainer.global_step == 2:
+            trainer.should_stop = True
+
+
+def train_until_one_stops(root: str) -> None:
+    model = MLP()
+    rows = torch.utils.data.TensorDataset(*model.example_batch(64))
+    trainer = pl.Trainer(
+        strategy=AlpaStrategy(cluster="pcie_8gpu", verbose=False),
+        accelerator="cpu",
+        devices=2,
+        max_epochs=2,
+        callbacks=[StopsAlone()],
+        default_root_dir=root,
+        **QUIET,
+    )
+    trainer.fit(model, torch.utils.data.DataLoader(rows, batch_size=4))
+
+
+def test_a_rank_of_the_pool_that_stops_alone_is_named(pool, tmp_path: Path) -> None:
+    with pytest.raises(WorkerError, match=r"trainer\.should_stop is set on rank 0 alone"):
+        pool.run(2, train_until_one_stops, str(tmp_path))

@@ -4,14 +4,11 @@ process is left.
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 import time
-from pathlib import Path
 
 import pytest
+from jobs import processes_left, run_job
 
 JOB = """
 import os, signal, sys, time
@@ -96,30 +93,16 @@ INTERLEAVED_INSIDE = {
     ],
 )
 def test_the_others_end_and_name_it(tmp_path, launcher, world, options, lost, moment):
-    script = tmp_path / "job.py"
-    script.write_text(JOB)
-    start = [sys.executable]
+    launched: tuple[str, ...] = ()
     if launcher == "torchrun":
-        start += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world}"]
-    environment = {
-        k: v for k, v in os.environ.items() if k not in ("LOCAL_RANK", "RANK", "WORLD_SIZE")
-    }
-    environment |= {
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": f"{Path(__file__).parents[2]}:{os.environ.get('PYTHONPATH', '')}",
-    }
-    done = subprocess.run(
-        [*start, str(script), str(tmp_path), str(lost), str(world), repr(options), moment],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+        launched = ("-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world}")
+    arguments = [str(tmp_path), str(lost), str(world), repr(options), moment]
+    done = run_job(tmp_path, JOB, *arguments, launcher=launched, timeout=300)
     ended = time.time()
     left = "?"
     # if rank 0 is killed, the ranks that it launched outlive it for a while
     while left and time.time() < ended + 40:
-        left = subprocess.run(["pgrep", "-f", str(script)], capture_output=True, text=True).stdout
+        left = processes_left(tmp_path)
         time.sleep(0.2)
     assert left == "", done.stderr
     assert done.returncode != 0

@@ -66,10 +66,9 @@ def test_so_do_runs_of_other_kinds(tmp_path, pool, undisturbed, case):
     assert not outcome.wrong, (outcome.wrong, outcome.output)
 
 
-@pytest.mark.parametrize(
-    "ranks",
-    [pytest.param((0, 1), id="all"), pytest.param((0,), id="rank 0", marks=pytest.mark.slow)],
-)
+# By default checkpoint/test_environments.py resumes a job that SLURM requeued.
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [pytest.param((0, 1), id="all"), pytest.param((0,), id="rank 0")])
 def test_slurm_requeues_and_goes_on_bit_for_bit(tmp_path, pool, undisturbed, ranks):
     """SIGUSR1 before the time limit: Lightning's own checkpoint and `scontrol requeue`, then
     SIGTERM ends the job.
@@ -107,7 +106,9 @@ def test_slurm_requeues_and_goes_on_bit_for_bit(tmp_path, pool, undisturbed, ran
             assert torch.equal(after[at][name], value), (at, name)
 
 
-@pytest.mark.parametrize("launcher", ["own", pytest.param("torchrun", marks=pytest.mark.slow)])
+# By default a rank is ended above, and killed in test_lost_rank.py.
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", ["own", "torchrun"])
 def test_rank_0_is_stopped(tmp_path, launcher):
     """A stopped process does nothing, and the job's store is its own: the others end; it, when it
     goes on.
