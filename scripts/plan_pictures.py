@@ -76,7 +76,7 @@ PARTS = {
 }
 # By `Storage`, which a plan file writes in front of the sharded dim.
 STORAGE = {
-    "G": ("#009e73", "G sharded, gathered once a step (ZeRO-1/2)"),
+    "G": ("#009e73", "G sharded, gathered once a step (ZeRO-1)"),
     "S": ("#e69f00", "S sharded (tensor parallel, ZeRO-3)"),
     "R*": ("#56b4e9", "R* replicated (data parallel)"),
     "R": ("#8a8f98", "R same work on all devices"),

@@ -13,6 +13,7 @@ from alpa_strategy.display.console import make_console, plain
 from alpa_strategy.display.difference import meshes_of
 from alpa_strategy.display.progress import Progress
 from alpa_strategy.errors import OptionError, PlanError
+from alpa_strategy.fit.command import check_is_recipe
 from alpa_strategy.ir.plan import Plan
 from alpa_strategy.units import format_bytes, format_rate, format_seconds
 
@@ -77,6 +78,7 @@ class Entry:
 
 def run(arguments: argparse.Namespace) -> int:
     """Plan every combination, and print them with time, memory and cost."""
+    check_is_recipe(arguments.recipe)
     prices = arguments.prices or []
     if prices and len(prices) != len(arguments.clusters):
         raise OptionError(

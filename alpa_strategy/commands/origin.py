@@ -6,6 +6,7 @@ from alpa_strategy.cluster.spec import ClusterSpec
 from alpa_strategy.commands.recipe_task import captured_recipe, split_overrides
 from alpa_strategy.display.progress import Progress
 from alpa_strategy.errors import PlanError
+from alpa_strategy.fit.command import check_is_recipe
 from alpa_strategy.ir.plan import Plan
 from alpa_strategy.ir.plan_details import Origin, PlanDetails, details_of_file, details_path
 from alpa_strategy.planner.task import PlanTask, check_fits
@@ -48,6 +49,7 @@ def stored_plan(path: str, progress: Progress) -> StoredPlan:
 
 def task_of(origin: Origin, progress: Progress) -> PlanTask:
     """Return the task of planning a recipe for a cluster."""
+    check_is_recipe(origin.recipe)
     to_cluster, overrides = split_overrides(origin.overrides)
     cluster = ClusterSpec.load(origin.cluster, to_cluster)
     recipe = load_recipe(origin.recipe, overrides)

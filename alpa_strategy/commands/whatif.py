@@ -20,6 +20,7 @@ from alpa_strategy.display.findings import findings
 from alpa_strategy.display.plan_words import assumed_rates_text
 from alpa_strategy.display.progress import Progress
 from alpa_strategy.errors import OptionError, PlanError, did_you_mean
+from alpa_strategy.fit.command import check_is_recipe
 from alpa_strategy.ir.plan import Plan
 from alpa_strategy.ir.plan_details import Origin, details_of_file
 from alpa_strategy.recipe import KEYS, load_recipe
@@ -61,6 +62,7 @@ class Variation:
 def run(arguments: argparse.Namespace) -> int:
     """Plan as it is, with each change alone and with all of them; print what changes and why."""
     origin = _origin(arguments)
+    check_is_recipe(origin.recipe)
     to_cluster, overrides = split_overrides(origin.overrides)
     base = Variation("as it is", to_cluster, tuple(overrides))
     variations = [base]

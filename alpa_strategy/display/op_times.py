@@ -1,5 +1,6 @@
 """Seconds of a step by op and parameter, in one unit with the stage's step, and the slowest ops."""
 
+import os
 from dataclasses import dataclass
 
 from rich.console import Group, RenderableType
@@ -108,14 +109,15 @@ def slowest_ops_table(plan: Plan, details: PlanDetails) -> RenderableType | None
     rows = slowest_ops(plan, details)
     if not rows:
         return None
-    table = plain_table("slowest ops")
-    table.add_column("line", overflow="fold")
-    add_columns(table, (), ("ops", "a step", ""))
+    table = plain_table()
+    table.add_column("slowest ops", overflow="fold")
+    add_columns(table, ("line",), ("ops", "a step", ""))
     step = plan.predicted.step_seconds
     for row in rows:
         name = row.target.removeprefix("aten.").partition(".")[0]
         shown = plain(f"{row.module or 'the step'}: {name}")
         share = format_share(row.seconds / step) if step > 0 else ""
         seconds = format_seconds(row.seconds)
-        table.add_row(shown, plain(row.source), str(row.count), seconds, share)
+        line = plain(os.path.basename(row.source))
+        table.add_row(shown, line, str(row.count), seconds, share)
     return Group(table, plain(busiest_text(plan), "dim"))

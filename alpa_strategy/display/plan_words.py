@@ -25,6 +25,9 @@ _PRODUCTS = {
 # Share of a stage's elements from which on experts are named.
 _LEAST_EXPERTS = 0.1
 
+# Share of a stage's products from which on divided matrices are named beside data parallelism.
+_LEAST_DIVIDED = 0.1
+
 
 @dataclass(frozen=True)
 class StageSummary:
@@ -41,6 +44,9 @@ class StageSummary:
 
     remat: bool
 
+    # Of `data`, the devices among which some products divide their matrices instead.
+    partly_tensor: int = 1
+
     @property
     def words(self) -> str:
         """Such as `2-way data parallel, 4-way tensor parallel, ZeRO-1`."""
@@ -51,6 +57,8 @@ class StageSummary:
             words.append(f"{self.data}-way data parallel")
         if self.tensor > 1:
             words.append(f"{self.tensor}-way tensor parallel")
+        if self.partly_tensor > 1:
+            words.append(f"partly {self.partly_tensor}-way tensor parallel")
         if self.experts > 1:
             words.append(f"{self.experts}-way expert parallel")
         if self.zero:
@@ -62,20 +70,23 @@ class StageSummary:
 
 def stage_summary(stage: StagePlan) -> StageSummary:
     """Return how a stage's products and parameters are divided, axis by axis."""
-    data = tensor = experts = 1
+    data = tensor = experts = partly_tensor = 1
     zero = 0
     for axis, size in enumerate(stage.logical_mesh):
         if size == 1:
             continue
         elements = _elements_by_storage(stage, axis)
-        if elements["experts"] >= _LEAST_EXPERTS * sum(elements.values()) > 0:
+        has_experts = elements["experts"] >= _LEAST_EXPERTS * sum(elements.values()) > 0
+        if has_experts:
             experts *= size
         if _divides_matrices(stage, axis, elements):
             tensor *= size
         else:
             data *= size
             zero = max(zero, _zero_level(elements, _uses_shards(stage, axis)))
-    return StageSummary(data, tensor, experts, zero, stage.remat)
+            if not has_experts and _divides_some_matrices(stage, axis):
+                partly_tensor *= size
+    return StageSummary(data, tensor, experts, zero, stage.remat, partly_tensor)
 
 
 def _elements_by_storage(stage: StagePlan, axis: int) -> Counter[str]:
@@ -104,6 +115,12 @@ def _divides_matrices(stage: StagePlan, axis: int, elements: Counter[str]) -> bo
     if num_divided == num_full == 0:
         return elements["shards"] > elements["full"] + elements["once"]
     return num_divided > num_full
+
+
+def _divides_some_matrices(stage: StagePlan, axis: int) -> bool:
+    """Whether an axis divides the matrices of more than a few products."""
+    num_divided, num_full = _products(stage, axis)
+    return num_divided >= _LEAST_DIVIDED * (num_divided + num_full) > 0
 
 
 def _products(stage: StagePlan, axis: int) -> tuple[int, int]:
@@ -178,6 +195,7 @@ def _words_of_unequal(summaries: Sequence[StageSummary]) -> list[str]:
     for kind, sizes in (
         ("data", [summary.data for summary in summaries]),
         ("tensor", [summary.tensor for summary in summaries]),
+        ("partly tensor", [summary.partly_tensor for summary in summaries]),
         ("expert", [summary.experts for summary in summaries]),
     ):
         most = max(sizes)
@@ -185,7 +203,10 @@ def _words_of_unequal(summaries: Sequence[StageSummary]) -> list[str]:
             where = [index for index, size in enumerate(sizes) if size == most]
             is_all = len(where) == len(sizes)
             of_stages = "" if is_all else f" (most in {_stages_text(where)})"
-            words.append(f"{'' if is_all else 'up to '}{most}-way {kind} parallel{of_stages}")
+            part = "partly " if kind.startswith("partly ") else ""
+            up_to = "" if is_all else "up to "
+            name = kind.removeprefix("partly ")
+            words.append(f"{part}{up_to}{most}-way {name} parallel{of_stages}")
 
     features = Counter(f"ZeRO-{summary.zero}" for summary in summaries if summary.zero)
     features["activation checkpointing"] = sum(summary.remat for summary in summaries)

@@ -18,6 +18,7 @@ from alpa_strategy.display.stage_groups import idle_shares
 from alpa_strategy.display.timeline import device_range, has_timeline
 from alpa_strategy.errors import printable
 from alpa_strategy.ir.plan import (
+    NO_BOUND,
     ParameterMode,
     ParameterPlan,
     Plan,
@@ -541,7 +542,7 @@ def proof_of(plan: Plan) -> str:
         among = " of one stage"
     if plan.gap <= 1e-6:
         return f"proved optimal{among}"
-    if plan.gap >= 1.0:
+    if plan.gap >= NO_BOUND:
         return "without a bound"
     return f"within {max(plan.gap, 1e-4):.2%} of a bound{among}"
 

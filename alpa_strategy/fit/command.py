@@ -51,6 +51,20 @@ def is_by_name(recipe: str) -> bool:
     return recipe.startswith(PREFIX)
 
 
+def check_is_recipe(recipe: str) -> None:
+    """Refuse a model of Hugging Face where only recipes are known.
+
+    Raises:
+        OptionError: `recipe` is such a model.
+    """
+    if is_by_name(recipe):
+        raise OptionError(
+            f"{recipe} is no recipe, and only `alpa plan` and `alpa show` know models by name",
+            f"plan it with the other flags (alpa plan {recipe} --cluster CLUSTER --seq 16384"
+            " --batch 16 -o OTHER.json), and see what differs with `alpa diff`",
+        )
+
+
 def plan_by_name(
     arguments: argparse.Namespace, cluster: ClusterSpec, overrides: Sequence[str]
 ) -> tuple[Plan, "PlanTask"]:

@@ -27,7 +27,7 @@ from alpa_strategy.inter_op.stage_fit import does_not_fit
 from alpa_strategy.inter_op.stage_problem import StageCost
 from alpa_strategy.inter_op.stage_solve import SolvedStage, StageRequest, StageSolver
 from alpa_strategy.ir.graph import StepGraph
-from alpa_strategy.ir.plan import Plan
+from alpa_strategy.ir.plan import NO_BOUND, Plan
 from alpa_strategy.microbatch.transform import microbatch
 from alpa_strategy.planner.assembly import plan_of
 from alpa_strategy.planner.cost_task import stage_cost_task
@@ -77,7 +77,8 @@ def search_regular(task: PlanTask) -> Plan:
         best = search.best_within_limit()
     if best is None:
         raise nothing_fits(search.failures, task.memory_limit)
-    return with_figures(best, task)
+    # Unequal stages and other schedules were not looked at.
+    return with_figures(replace(best, gap=NO_BOUND), task)
 
 
 class RegularSearch:

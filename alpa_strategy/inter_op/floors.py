@@ -111,7 +111,8 @@ def _problem_at(
     of_update = (per_byte * (1 - share))[:, None]
     for index, parameter in enumerate(intra.parameters):
         scratch_bytes = intra.tables.optimizer.scratch * parameter.gradient_bytes
-        costs[index] = costs[index] + of_update * scratch_bytes
+        at_update = scratch_bytes + joined.stage.held_copies[index]
+        costs[index] = costs[index] + of_update * at_update
 
     tables = [priced(costs_of) for costs_of in joined.transfers]
     return priced_problem(joined, costs, tables)

@@ -444,6 +444,7 @@ def _sum_parts(
     scratch = intra.tables.optimizer.scratch
     for index, parameter in enumerate(intra.parameters):
         total[..., Part.UPDATE] += scratch * parameter.gradient_bytes[values[index]]
+        total[..., Part.DERIVED] -= joined.stage.held_copies[index][values[index]]
     for index, (options, parameters) in enumerate(zip(intra.ops, read, strict=True)):
         gradient_bytes += sum(intra.parameters[p].gradient_bytes[values[p]] for p in parameters)
         np.maximum(

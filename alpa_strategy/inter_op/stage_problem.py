@@ -84,6 +84,12 @@ class StageProblem:
     transfers: tuple[CostBreakdown, ...]
     num_spans: int
 
+    @cached_property
+    def held_copies(self) -> list[np.ndarray]:
+        """[parameter][option] bytes of its gathered copy that its casts hold as well."""
+        indices = range(len(self.intra.parameters))
+        return [copies_that_casts_hold(self.intra, index) for index in indices]
+
 
 @dataclass(frozen=True)
 class StageCost:
@@ -184,9 +190,8 @@ def take_apart(intra: IntraOp, starts: Sequence[int] = (0,)) -> StageProblem:
             parameter = intra.parameters[index]
             forward, backward = parameter.fetch_seconds, parameter.backward_seconds
             once = choice.cost - forward - backward
-            costs = replace(
-                costs, forward=forward, backward=backward, once=once, always=choice.memory
-            )
+            always = choice.memory - copies_that_casts_hold(intra, index)
+            costs = replace(costs, forward=forward, backward=backward, once=once, always=always)
         elif span == PER_STEP:
             forward = intra.ops[index - num_parameters].forward_seconds
             always = choice.memory + _held_bytes(intra, index - num_parameters)
@@ -263,6 +268,24 @@ def _transfer_parts(intra: IntraOp, spans: "RematSpans", index: int) -> CostBrea
     elif made_in not in (None, span):  # kept as it was made
         again = np.where(layouts.equal, 0.0, memory)
     return CostBreakdown(finite, backward, zero, zero, memory, zero, again, span)
+
+
+def copies_that_casts_hold(intra: IntraOp, index: int) -> np.ndarray:
+    """Return [option] the bytes of a parameter's gathered copy that its casts hold as well.
+
+    A copy is gathered in the dtype to which all uses cast it. These casts then return the copy
+    itself, and its bytes are counted with what they hold until the end of the step.
+    """
+    step, copy_bytes = intra.step, intra.parameters[index].copy_bytes
+    parameter = step.parameters[index]
+    if step.dtypes_read[parameter.name] == parameter.meta.dtype:
+        return np.zeros_like(copy_bytes)
+
+    num_casts = 0
+    for op, _ in step.consumers.get(parameter.value, ()):
+        held = intra.per_step.values.intersection(step.ops[op].results)
+        num_casts += op in intra.per_step.ops and bool(held)
+    return num_casts * copy_bytes
 
 
 def _held_bytes(intra: IntraOp, op: int) -> np.ndarray:
@@ -381,6 +404,7 @@ def _bytes_at_update(stage: StageProblem) -> list[np.ndarray]:
         num_bytes = np.zeros_like(parts.always) if parts.span == PER_STEP else parts.always
         if index < len(stage.intra.parameters):
             num_bytes = num_bytes + scratch * stage.intra.parameters[index].gradient_bytes
+            num_bytes = num_bytes + stage.held_copies[index]
         bytes_of_choices.append(num_bytes)
     return bytes_of_choices
 
@@ -416,6 +440,9 @@ def cost_of(stage: StageProblem, assignment: Sequence[int], working: float = 0.0
 
     for costs, k in zip(stage.choices, assignment, strict=True):
         add(costs, k)
+    for index in range(len(stage.intra.parameters)):
+        # The gathered copy itself stays until the parameters have new values.
+        always_of_per_step -= float(stage.held_copies[index][assignment[index]])
     for costs, transfer in zip(stage.transfers, stage.intra.problem.transfers, strict=True):
         source = int(transfer.source[assignment[transfer.producer]])
         for target in {int(use.layout[assignment[use.choice]]) for use in transfer.uses}:

@@ -358,6 +358,8 @@ class StageSolver:
             fitted, priced = self._offloaded(priced, cutoff)
         if fitted.solution.seconds >= cutoff:
             raise NoCheaperSolution
+        if self._on_host:
+            memory_choices.check_host(priced.intra, fitted.solution.assignment)
         return self._solved(priced, fitted)
 
     def pinned(self, priced: PricedStage, choice: int, strategies: Sequence[int]) -> PricedStage:

@@ -33,7 +33,7 @@ from alpa_strategy.cost.flops import (
     is_view,
     op_base_name,
 )
-from alpa_strategy.errors import OptionError, PlanError
+from alpa_strategy.errors import DoesNotFitError, OptionError, PlanError
 from alpa_strategy.intra_op.build import IntraOp
 from alpa_strategy.intra_op.options import ParameterOptions, gathers, joined, picked
 from alpa_strategy.intra_op.problem import Problem, Transfer, duplicate_strategies
@@ -46,6 +46,7 @@ from alpa_strategy.ir.plan import ParameterPlan
 from alpa_strategy.options import SELECTIVE, PlanOptions
 from alpa_strategy.sharding.redistribute import reshard_table
 from alpa_strategy.sharding.strategies import is_random
+from alpa_strategy.units import format_bytes
 
 VIEWS = (PLAIN_VIEWS | PART_VIEWS) - MAY_COPY
 
@@ -528,6 +529,22 @@ def host_bytes(intra: IntraOp, assignment: Sequence[int]) -> float:
     for options, k in zip(intra.parameters, assignment, strict=False):
         total += float(options.host_bytes[k])
     return total
+
+
+def check_host(intra: IntraOp, assignment: Sequence[int]) -> None:
+    """Check that what is pinned to host memory fits there.
+
+    Raises:
+        DoesNotFitError: it needs more than a device's share of its node's host memory.
+    """
+    need, host = host_bytes(intra, assignment), intra.mesh.host
+    if host is not None and need > host.memory_bytes:
+        raise DoesNotFitError(
+            f"what offload= puts into host memory needs {format_bytes(need)} of a device's share,"
+            f" {format_bytes(host.memory_bytes)}",
+            'name fewer parameters in offload=, leave it out, or add parallel="zero3", under which'
+            " a device stores shards",
+        )
 
 
 def _stored_bytes(intra: IntraOp, assignment: Sequence[int]) -> list[float]:

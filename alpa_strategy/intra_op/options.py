@@ -60,6 +60,9 @@ class ParameterOptions:
     weight_bytes: np.ndarray
     state_bytes: np.ndarray
 
+    # The gathered copy's share of `weight_bytes`.
+    copy_bytes: np.ndarray
+
     # Seconds per micro-batch to fetch the parameter from host memory for a use, and to return a
     # gradient there.
     fetch_seconds: np.ndarray
@@ -239,6 +242,7 @@ class _StorageCost(NamedTuple):
     gradient_bytes: float
     weight_bytes: float
     state_bytes: float
+    copy_bytes: float
     fetch_seconds: float
     return_seconds: float
     backward_seconds: float
@@ -259,11 +263,11 @@ def _storage_cost(
     """Return the costs of storing a parameter as in `plan`. Args: as of `parameter_options`, and
     of `_update_cost`.
     """
-    origin = (0,) * len(mesh.shape)
-    stored = meta.with_shape(plan.layout.local_shape(meta.shape, mesh.shape, origin))
+    stored = meta.with_shape(
+        plan.layout.local_shape(meta.shape, mesh.shape, (0,) * len(mesh.shape))
+    )
     on_host = plan.on_host
-    seconds = 0.0
-    update = 0.0
+    seconds = update = 0.0
     gradient_bytes = 0
     gathered_weight_bytes = 0
     gathered_gradient_bytes = 0
@@ -300,6 +304,7 @@ def _storage_cost(
         gradient_bytes=0 if on_host else gradient_bytes,
         weight_bytes=gathered_weight_bytes + (0 if on_host else stored.num_bytes),
         state_bytes=0 if on_host else state_bytes,
+        copy_bytes=gathered_weight_bytes,
         fetch_seconds=fetch,
         return_seconds=return_seconds,
         backward_seconds=0.0,

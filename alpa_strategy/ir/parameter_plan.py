@@ -35,7 +35,7 @@ class Storage(Enum):
     """Sharded; used as shards (tensor parallel) or gathered at each use (ZeRO-3)."""
 
     GATHER_ONCE = "G"
-    """Sharded; gathered, and the gradient reduce-scattered, once per step (ZeRO-1/2)."""
+    """Sharded; gathered, and the gradient reduce-scattered, once per step (ZeRO-1)."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -189,7 +189,7 @@ class ParameterPlan:
 
     @cached_property
     def is_gathered_once(self) -> bool:
-        """Whether it is gathered once per step on some axis (ZeRO-1/2)."""
+        """Whether it is gathered once per step on some axis (ZeRO-1)."""
         return any(mode.is_gathered_once for mode in self.modes)
 
     @cached_property

@@ -62,6 +62,9 @@ EAGER_SCHEDULE = "as written"
 # Attribute of a plan with its task.
 _EXPLAINED_BY = "_explained_by"
 
+# `Plan.gap` of a plan of which no bound is known.
+NO_BOUND = 1.0
+
 # What a device's memory has at its peak. Weights include gathered copies and casts, gradients those
 # before they are scattered. Temporary are the largest op's workspace and gradients, prefetched
 # parameters and the optimizer's.
@@ -383,9 +386,10 @@ class Plan:
     # it does not fit.
     baselines: dict[str, float | None] = field(default_factory=dict)
 
-    # (predicted.step_seconds - lower bound) / lower bound; 0.0 if proved optimal. The bound of a
-    # single stage holds for all plans of one stage. The bound of a pipeline holds for all stages,
-    # meshes and layouts with this number of micro-batches.
+    # 1 - lower bound / predicted.step_seconds: a step may be shorter by this share at most. 0.0 if
+    # proved optimal; `NO_BOUND` if no bound is known. The bound of a single stage holds for all
+    # plans of one stage. The bound of a pipeline holds for all stages, meshes and layouts with this
+    # number of micro-batches.
     gap: float = 0.0
 
     # Lines for the user: replicated ops, unproved optimality, ...

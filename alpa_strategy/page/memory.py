@@ -9,7 +9,7 @@ from alpa_strategy.ir.plan_details import StageMemory
 
 # What the bytes of a part are that no item has.
 _RESTS = {
-    "weights": "made once per step, such as bfloat16 casts, and buffers",
+    "weights": "made once per step, such as casts, and buffers",
     "gradients": "of gathered copies, summed in full before they are scattered once per step",
     "activations": "of the micro-batches in flight",
 }

@@ -12,7 +12,12 @@ from alpa_strategy.display.answers import answers_of
 from alpa_strategy.display.communication import hidden_messages_text, sum_of_collectives_text
 from alpa_strategy.display.findings import busiest_text
 from alpa_strategy.display.op_times import StepClock, slowest_ops, total_text
-from alpa_strategy.display.plan_words import assumed_rates_text, flops_text, rates_text
+from alpa_strategy.display.plan_words import (
+    assumed_rates_text,
+    flops_text,
+    plan_words,
+    rates_text,
+)
 from alpa_strategy.display.stage_groups import idle_seconds
 from alpa_strategy.display.table import equal_stages, mesh_text, proof_of, recomputes, step_parts
 from alpa_strategy.display.timeline import device_range
@@ -57,6 +62,7 @@ def page_model(
     return {
         "name": name,
         "title": _title(plan),
+        "words": "" if plan.is_eager else plan_words(plan),
         "cluster": plan.cluster_name,
         "devices": sum(math.prod(submesh) for submesh in _meshes(plan)),
         "perNode": _devices_per_node(plan, details),

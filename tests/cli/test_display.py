@@ -15,6 +15,7 @@ from alpa_strategy.display.full_plan import plan_svg, plan_table
 from alpa_strategy.display.plan_words import plan_words
 from alpa_strategy.display.progress import Progress
 from alpa_strategy.display.table import measured_line, parameter_groups, plan_timing
+from alpa_strategy.ir.op import AxisStrategy
 from alpa_strategy.ir.plan import Collective, Fingerprint, ParameterPlan, Plan, Predicted, StagePlan
 from alpa_strategy.lightning.machine_load import busy_machine
 from alpa_strategy.units import format_bytes, format_seconds
@@ -269,6 +270,26 @@ def test_words_of_interleaved_stages_name_the_groups_of_devices():
     stages = [replace(s, first_device=s.first_device % 16) for s in plan.stages]
     words = plan_words(replace(plan, stages=tuple(stages)))
     assert words.startswith("4 pipeline stages on 2 groups of devices, each ")
+
+
+def test_words_name_matrices_that_are_divided_beside_data_parallelism():
+    by_samples, by_columns = map(AxisStrategy.parse, ("S0,R*->S0", "R*,S0->S1"))
+    modes = {"attn.qkv.weight": "G0", "attn.proj.weight": "G0", "mlp.fc.weight": "S0"}
+    strategies = {"linear_0": by_samples, "linear_1": by_samples, "linear_2": by_columns}
+    stage = replace(
+        gpt_plan(1).stages[0],
+        submesh=(1, 4),
+        logical_mesh=(4,),
+        parameter_plans={name: ParameterPlan.parse(mode) for name, mode in modes.items()},
+        shapes=dict.fromkeys(modes, (64, 64)),
+        strategies={name: (strategy,) for name, strategy in strategies.items()},
+    )
+    plan = replace(gpt_plan(1), stages=(stage,))
+    assert plan_words(plan) == "4-way data parallel, partly 4-way tensor parallel, ZeRO-1"
+
+    alone = replace(stage, strategies=dict.fromkeys(strategies, (by_samples,)))
+    plan = replace(plan, stages=(stage, alone))
+    assert "partly up to 4-way tensor parallel (most in stage 0)" in plan_words(plan)
 
 
 def test_words_are_true_of_stages_that_differ():

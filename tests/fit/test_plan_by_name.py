@@ -10,7 +10,7 @@ from fit.small import write_config
 
 from alpa_strategy.cli import main
 from alpa_strategy.fit.flags import BatchDivision, batch_division
-from alpa_strategy.ir.plan import MEMORY_PARTS, Plan
+from alpa_strategy.ir.plan import MEMORY_PARTS, NO_BOUND, Plan
 
 pytest.importorskip("transformers")
 
@@ -79,10 +79,17 @@ def test_parts_of_memory_sum_to_the_peak(
         file = tmp_path / f"{number}.json"
         code, out = run(capsys, f"hf:{folder}", *SMALL, two, *more, "-o", str(file))
         assert code == 0, out
-        for stage in Plan.load(file).stages:
+        plan = Plan.load(file)
+        # Unequal stages and other schedules were not looked at.
+        assert plan.gap == NO_BOUND
+        for stage in plan.stages:
             assert set(stage.predicted.memory) == set(MEMORY_PARTS)
             assert sum(stage.predicted.memory.values()) == stage.predicted.peak_bytes
             assert min(stage.predicted.memory.values()) >= 0
+
+    # Its plan names no recipe that could be planned once more.
+    assert main(["whatif", str(file), "--set", "devices=4"]) == 2
+    assert f"alpa plan hf:{folder}" in capsys.readouterr().err
 
 
 def test_lora_trains_adapters_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

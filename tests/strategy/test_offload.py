@@ -290,6 +290,15 @@ def test_pins_and_the_plan_file(tmp_path: Path) -> None:
         make_plan(module, module.example_batch(8), bare, PlanOptions(offload=True))
 
 
+def test_host_memory_that_is_too_small_is_refused(tmp_path: Path) -> None:
+    module = MODELS["llama"](**SIZES)
+    cluster = ClusterSpec.load(cluster_file(tmp_path, 1))
+    assert cluster.host is not None
+    small = replace(cluster, host=replace(cluster.host, memory_bytes=2**20))
+    with pytest.raises(DoesNotFitError, match=r"host memory needs .* share, 1.00 MiB"):
+        make_plan(module, module.example_batch(8), small, PlanOptions(offload=True, num_stages=1))
+
+
 def text_of(plan: Plan) -> str:
     console = Console(record=True, width=200, file=io.StringIO())
     console.print(plan_table(plan))

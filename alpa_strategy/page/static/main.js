@@ -49,7 +49,8 @@
     const title = isPair ? `${first.name} and ${plans[1].name}` : first.title;
     const top = el("header", { class: "top" }, el("div", {},
       el("div", { class: "kicker" }, isPair ? "Two Alpa plans side by side" : ["Alpa plan", first.name, first.cluster && `${first.devices} devices on ${first.cluster}`, first.precision].filter(Boolean).map(alpa.text).join(" · ")),
-      el("h1", {}, alpa.text(isPair ? title : title[0].toUpperCase() + title.slice(1)))), themeButton());
+      el("h1", {}, alpa.text(isPair ? title : title[0].toUpperCase() + title.slice(1))),
+      isPair || !first.words ? null : el("div", { class: "kicker" }, alpa.text(first.words))), themeButton());
     const body = el("div", {});
     page.replaceChildren(top);
     if (isPair) {

@@ -46,7 +46,7 @@
   function slowest(plan) {
     if (!plan.slowest.length) return null;
     const rows = plan.slowest.map(([module, target, source, count, seconds]) => [
-      alpa.text(`${module || "the step"}: ${target.replace(/^aten\./, "").split(".")[0]}`), el("span", { class: "mono" }, alpa.text(source)),
+      alpa.text(`${module || "the step"}: ${target.replace(/^aten\./, "").split(".")[0]}`), el("span", { class: "mono", title: alpa.text(source) }, alpa.text(source.split("/").pop())),
       `${count}`, alpa.seconds(seconds), alpa.percent(seconds / plan.step)]);
     return el("div", {}, el("h3", {}, "The slowest ops"), alpa.table(["op", "line", "#ops", "#a step", "#of it"], rows));
   }
