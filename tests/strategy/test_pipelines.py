@@ -86,7 +86,7 @@ def test_clipping_and_accumulation(pool, plain, tmp_path, optimizer):
 
 # By default test_pipeline_matrix.py has a pipeline on three ranks.
 @pytest.mark.slow
-@pytest.mark.parametrize(("model", "num_stages"), product(("gpt", "bert"), (2, 3)))
+@pytest.mark.parametrize(("model", "num_stages"), list(product(("gpt", "bert"), (2, 3))))
 def test_three_ranks(pool, plain, tmp_path, model, num_stages):
     """The harness has 8 rows a step, which 3 ranks cannot share: each brings all of them."""
     options = {
