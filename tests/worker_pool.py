@@ -38,13 +38,17 @@ IMPORTED = (
     "alpa_strategy.lightning.run",
     "alpa_strategy.lightning.eager_run",
     "alpa_strategy.extras.activation_checkpoint",
+    "alpa_strategy.extras.deferred_init",
     "alpa_strategy.extras.eager_sharding.hook",
     "alpa_strategy.extras.failure_watch.job_watch",
     "alpa_strategy.extras.host_allocator.tuning",
+    "alpa_strategy.extras.planned_submodules.hook",
     "alpa_strategy.extras.planned_submodules.run",
     "alpa_strategy.extras.shared_memory",
     "alpa_strategy.page.stored",
+    "alpa_strategy.recording.recorder",
     "omegaconf",
+    "torch.distributed.algorithms.ddp_comm_hooks",
 )
 
 
@@ -278,6 +282,8 @@ def serve(file_descriptor: int) -> None:
         importlib.import_module(name)
     _capture_once()
     gc.freeze()  # what is imported is no garbage
+    with sys.modules["alpa_strategy.loading"].rare_collections():
+        pass  # what is frozen is counted once for all workers
     children: list[int] = []
     with socket.socket(fileno=file_descriptor) as control:
         while True:

@@ -318,8 +318,16 @@ def try_it(name: str, root: str, options: dict[str, Any] | None) -> Any:
 
 
 ROWS = list(product(NAMES, CASES))
-# By default each is tried with one kind of checkpoint, in turn. The CLI validates as it tests.
-DEFAULT_ROWS = [row for row in covering(ROWS) if row[0] != "cli_validate"]
+# The CLI validates as it tests, and fits with an option as without. Data modules are read as
+# modules are; the callback finds rates as the tuner does.
+SLOW_NAMES = {
+    "cli_validate",
+    "cli_fit_with_an_option",
+    "data_module_from_checkpoint",
+    "rate_finder",
+}
+# By default each of the others is tried with one kind of checkpoint, in turn.
+DEFAULT_ROWS = [row for row in covering(ROWS) if row[0] not in SLOW_NAMES]
 
 
 @pytest.mark.parametrize(("name", "case"), slow_but(ROWS, DEFAULT_ROWS))

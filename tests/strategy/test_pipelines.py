@@ -84,10 +84,9 @@ def test_clipping_and_accumulation(pool, plain, tmp_path, optimizer):
     run_case(pool, plain, tmp_path, "gpt", 2, options, optimizer, 0.1, 2)
 
 
-# Two stages on three ranks are in pipeline/test_staged_step.py.
-@pytest.mark.parametrize(
-    ("model", "num_stages"), slow_but(product(("gpt", "bert"), (2, 3)), (("bert", 3),))
-)
+# By default test_pipeline_matrix.py has a pipeline on three ranks.
+@pytest.mark.slow
+@pytest.mark.parametrize(("model", "num_stages"), list(product(("gpt", "bert"), (2, 3))))
 def test_three_ranks(pool, plain, tmp_path, model, num_stages):
     """The harness has 8 rows a step, which 3 ranks cannot share: each brings all of them."""
     options = {
@@ -127,7 +126,9 @@ OF_FOUR = {
 
 
 # test_pipeline_matrix.py has all schedules and plans on four ranks, but for plans that are solved.
-@pytest.mark.parametrize("name", slow_but(OF_FOUR, ("zero2",)))
+# By default test_pipeline_matrix.py has pipelines on four ranks.
+@pytest.mark.slow
+@pytest.mark.parametrize("name", OF_FOUR)
 def test_four_ranks(pool, plain, tmp_path, name):
     options = OF_FOUR[name]
     run = run_case(pool, plain, tmp_path, "gpt", 4, options, clip=0.1)
