@@ -263,15 +263,13 @@ def _storage_cost(
     """Return the costs of storing a parameter as in `plan`. Args: as of `parameter_options`, and
     of `_update_cost`.
     """
-    stored = meta.with_shape(
-        plan.layout.local_shape(meta.shape, mesh.shape, (0,) * len(mesh.shape))
-    )
+    origin = (0,) * len(mesh.shape)
+    stored = meta.with_shape(plan.layout.local_shape(meta.shape, mesh.shape, origin))
     on_host = plan.on_host
-    seconds = update = 0.0
-    gradient_bytes = 0
-    gathered_weight_bytes = 0
-    gathered_gradient_bytes = 0
-    state_bytes = 0
+    seconds = 0.0
+    update = 0.0
+    gradient_bytes = state_bytes = 0
+    gathered_weight_bytes = gathered_gradient_bytes = 0
     if meta.requires_grad:
         scale = optimizer.gradient_scale(meta.dtype.itemsize)
         seconds += _step_collective_seconds(plan, meta, read, mesh, scale)

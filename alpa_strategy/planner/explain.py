@@ -235,10 +235,12 @@ class _Question:
             yield "Memory does not bind: without a limit the stage would be no faster."
             return
         layout = self._layout_in(free.plan)
-        needed = format_bytes(free.plan.predicted.peak_bytes)
-        limit = format_bytes(self._task.memory_limit)
+        peak, limit = free.plan.predicted.peak_bytes, self._task.memory_limit
+        needed = f"{format_bytes(peak)} of {format_bytes(limit)}"
+        if peak > limit:
+            needed = f"{format_bytes(peak - limit)} more than the {format_bytes(limit)} that it has"
         line = (
-            f"Memory binds: without a limit the stage would need {needed} of {limit} and save"
+            f"Memory binds: without a limit the stage would need {needed}, and save"
             f" {format_seconds(saved)} a step; "
         )
         if layout == chosen:
