@@ -321,7 +321,7 @@ def _with_extra_floors(
     for index, shape in enumerate(costs.shapes):
         scale = float(costs.scale[index])
         if costs.floor_prices[index].any():
-            of_shapes.append(extra_floors(job, _unpriced_layers(job, submesh, shape), scale))
+            of_shapes.append(extra_floors(job, unpriced_layers(job, submesh, shape), scale))
         else:
             of_shapes.append(no_extra_floors(job))
     prices, seconds = (np.stack(arrays) for arrays in zip(*of_shapes, strict=True))
@@ -453,7 +453,7 @@ def _priced_layers(
     Args:
         prices: multiples of the step's seconds per byte, with micro-batches in flight.
     """
-    unpriced = _unpriced_layers(job, submesh, shape)
+    unpriced = unpriced_layers(job, submesh, shape)
 
     def solve(at: Sequence[tuple[float, int]]) -> list[LayerMatrix]:
         matrices = []
@@ -471,10 +471,17 @@ def _priced_layers(
     return PricedLayers(unpriced, [FREE_MEMORY, *absolute], matrices, scale)
 
 
-def _unpriced_layers(
-    job: StageCostTask, submesh: tuple[int, int], shape: tuple[int, ...]
+def unpriced_layers(
+    job: StageCostTask,
+    submesh: tuple[int, int],
+    shape: tuple[int, ...],
+    has_per_step_ops: bool = True,
 ) -> UnpricedLayers:
-    """Build the problem of every kind of layer on one logical mesh."""
+    """Build the problem of every kind of layer on one logical mesh.
+
+    Args:
+        has_per_step_ops: whether some ops run once for all micro-batches.
+    """
     mesh = job.cluster.logical_mesh(shape, submesh)
     tables = OptionTables(mesh, job.costs, job.optimizer, job.options.accumulate_grad_batches)
     ends = [_boundary(job, layer, shape) for layer in range(job.num_layers)]
@@ -487,7 +494,8 @@ def _unpriced_layers(
     for kind in range(max(kinds) + 1):
         first = kinds.index(kind)
         options = options_of_part(job.options, layers[first])
-        intra = restrict(stage_build(layers[first], tables), options, job.optimizer)
+        build = stage_build(layers[first], tables, recompute_per_microbatch=not has_per_step_ops)
+        intra = restrict(build, options, job.optimizer)
         if on_host:
             intra = with_offload(intra, on_host)
         problems.append(follow_leaders(take_apart(intra), ends[first]))
