@@ -20,12 +20,8 @@ from alpa_strategy.intra_op.problem import Problem
 from alpa_strategy.intra_op.solver.elimination import eliminate
 
 if TYPE_CHECKING:
-    from alpa_strategy.inter_op.stage_costs import (
-        LayerRangeCosts,
-        PricedLayers,
-        StageCostTask,
-        UnpricedLayers,
-    )
+    from alpa_strategy.inter_op.layer_pricing import PricedLayers, UnpricedLayers
+    from alpa_strategy.inter_op.stage_costs import LayerRangeCosts, StageCostTask
 
 
 class FloorPrice(NamedTuple):

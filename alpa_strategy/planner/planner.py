@@ -31,6 +31,7 @@ from alpa_strategy.planner.figures import with_figures
 from alpa_strategy.planner.microbatch_search import microbatch_counts
 from alpa_strategy.planner.one_stage import hidden_seconds, plan_one_stage
 from alpa_strategy.planner.optimizer_info import optimizer_info_of
+from alpa_strategy.planner.pipeline_first import PipelineFirst, search_pipeline_first
 from alpa_strategy.planner.pipeline_search import plan_pipeline
 from alpa_strategy.planner.plan_check import check_devices
 from alpa_strategy.planner.replan import pinned_task, replan
@@ -224,14 +225,20 @@ def _choose(task: PlanTask) -> Plan:
         _check_single_device(task)
         return plan_pipeline(task.for_stages())
 
+    first: PipelineFirst | None = None
     try:
         if task.options.remat is True:
             # A named plan whose stage recomputes segments.
             return _one_stage(task.for_stages())
         # On meshes of many devices, solving which results to recompute takes minutes; pipelines
         # decide that stage by stage.
-        is_small = task.cluster.num_devices <= EVERY_SIZE
-        one = plan_one_stage(task, by_tensor=is_small or not _may_be_pipelined(task))
+        is_open = task.cluster.num_devices > EVERY_SIZE and _may_be_pipelined(task)
+        if is_open and not task.options.baselines:
+            ideal_seconds = divided_seconds(task.step, task.cluster, task.op_costs)
+            first = search_pipeline_first(task, ideal_seconds, SCREEN, MARGIN)
+            if first is not None and first.is_better and first.pipeline is not None:
+                return first.pipeline
+        one = plan_one_stage(task, by_tensor=not is_open)
     except PlanError as error:
         # The tables of its frames are as large as all those to come.
         clear_frames(error.__traceback__)
@@ -243,7 +250,7 @@ def _choose(task: PlanTask) -> Plan:
     reason = _why_no_pipeline(task, one)
     if reason is not None:
         return _with_note(one, f"no pipeline: {reason}")
-    return _faster(one, task.for_stages())
+    return _faster(one, task.for_stages(), first)
 
 
 def _requires_pipeline(task: PlanTask) -> bool:
@@ -340,17 +347,22 @@ def _or_on_devices(one: Plan, task: PlanTask) -> Plan:
     return other if other.predicted.step_seconds < one.predicted.step_seconds else one
 
 
-def _faster(one: Plan, task: PlanTask) -> Plan:
-    """Return the single stage, or a pipeline that is clearly faster, with a note that says why."""
+def _faster(one: Plan, task: PlanTask, first: PipelineFirst | None = None) -> Plan:
+    """Return the single stage, or a pipeline that is clearly faster, with a note that says why.
+
+    Args:
+        first: what was searched before the single stage was solved.
+    """
     seconds = hidden_seconds(one, task.cluster.overlap)
     started = time.perf_counter()
     limit = seconds * (1 - MARGIN)
-    pipeline: Plan | None = None
+    pipeline = None if first is None else first.pipeline
     # Stages that take turns on one micro-batch win only if latency is everything, which is the
     # hardest to predict. One stage gains nothing from micro-batches but memory: if it seems to,
     # short ops were timed on a warmer cache.
-    with suppress(PlanError):
-        pipeline = plan_pipeline(task, known=limit, several=True)
+    if first is None:
+        with suppress(PlanError):
+            pipeline = plan_pipeline(task, known=limit, several=True)
     spent = {"pipelines": time.perf_counter() - started}
 
     if pipeline is None or pipeline.predicted.step_seconds > limit:

@@ -20,8 +20,9 @@ from alpa_strategy.cluster.spec import ClusterSpec
 from alpa_strategy.cost.flops import op_base_name
 from alpa_strategy.cost.model import RooflineCosts
 from alpa_strategy.errors import PlanError
+from alpa_strategy.inter_op.layer_pricing import run_parts
 from alpa_strategy.inter_op.pins import stage_fits, submeshes
-from alpa_strategy.inter_op.stage_costs import StageCostTask, run_costs, run_parts, stage_costs
+from alpa_strategy.inter_op.stage_costs import StageCostTask, run_costs, stage_costs
 from alpa_strategy.inter_op.stage_problem import (
     RematSpans,
     balanced_groups,

@@ -18,7 +18,8 @@ from alpa_strategy.cost.model import RooflineCosts
 from alpa_strategy.inter_op import layer_elimination
 from alpa_strategy.inter_op.layer_elimination import Elimination, plan_elimination
 from alpa_strategy.inter_op.layer_matrix import dense_layer_costs
-from alpa_strategy.inter_op.stage_costs import StageCostTask, run_parts
+from alpa_strategy.inter_op.layer_pricing import run_parts
+from alpa_strategy.inter_op.stage_costs import StageCostTask
 from alpa_strategy.inter_op.stage_problem import stage_build, take_apart, weighted
 from alpa_strategy.inter_op.subgraph import cluster_layers
 from alpa_strategy.intra_op.build import OptionTables

@@ -1,0 +1,107 @@
+"""A lower bound of the seconds of one stage over all devices, to tell before it is solved whether
+it can be better than a pipeline.
+
+Solving one stage on every logical mesh of thousands of devices takes longer than this bound, which
+is computed layer by layer: few layers differ. As in floors.py, the least of seconds plus a price of
+bytes, less that price of the memory limit, is a lower bound for every price. Reductions of
+gradients count without the share that may be hidden beside the backward.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from alpa_strategy.inter_op.floors import FloorPrice, layer_floors, least_working
+from alpa_strategy.inter_op.layer_matrix import LayerProblem
+from alpa_strategy.inter_op.layer_pricing import UnpricedLayers, unpriced_layers
+from alpa_strategy.inter_op.mesh_options import allowed_shapes
+from alpa_strategy.inter_op.stage_costs import StageCostTask
+from alpa_strategy.intra_op.build import IntraOp
+from alpa_strategy.intra_op.decode import BLOCK_BYTES
+from alpa_strategy.intra_op.options import REDUCTIONS, bucketed_seconds, step_collectives_of
+from alpa_strategy.options import BUCKET_BYTES
+
+# Prices of memory, as multiples of the seconds per byte of a step that all devices share evenly.
+MULTIPLES = (0.0, 0.1, 0.3, 1.0, 3.0, 10.0, 100.0)
+
+
+def least_one_stage_seconds(job: StageCostTask, shared_seconds: float) -> float:
+    """Return a lower bound of the seconds of a step in one stage over all devices, which computes
+    the batch at once and recomputes nothing.
+
+    It is far above `shared_seconds` if such a stage needs more memory than there is.
+
+    Args:
+        job: of one micro-batch, split into layers.
+        shared_seconds: of the step's ops if the devices shared them evenly.
+    """
+    submesh = (job.cluster.num_nodes, job.cluster.devices_per_node)
+    least = math.inf
+    for shape in allowed_shapes(job.cluster, job.options, submesh):
+        layers = unpriced_layers(job, submesh, shape, has_per_step_ops=False)
+        least = min(least, _least_on(job, layers, shared_seconds))
+    return least
+
+
+def _least_on(job: StageCostTask, layers: UnpricedLayers, shared_seconds: float) -> float:
+    """Return the bound on one logical mesh."""
+    limit = job.memory_limit - max(least_working(problem) for problem in layers.problems)
+    if limit <= 0:
+        return math.inf
+    # Without a limit memory has no price.
+    multiples = MULTIPLES if math.isfinite(limit) else (0.0,)
+    scale = shared_seconds / limit
+    prices = [FloorPrice(scale * multiple, 1.0, 1.0, 0.0) for multiple in multiples]
+
+    of_kinds: list[np.ndarray] = []
+    for problem, passing in zip(layers.problems, layers.passing, strict=True):
+        visible = _without_hidden(problem, job.cluster.overlap or 1.0)
+        of_kinds.append(layer_floors(visible, prices, job.num_microbatches, passing))
+    # [price]
+    seconds = np.sum([of_kinds[kind] for kind in layers.kinds], axis=0)
+    # The price of all bytes that there are.
+    paid = shared_seconds * np.array(multiples)
+    return float((seconds - paid).max())
+
+
+def _without_hidden(problem: LayerProblem, share: float) -> LayerProblem:
+    """Return a layer's problem without the share of its reductions of gradients that may be hidden
+    beside the backward.
+    """
+    intra = problem.stage.intra
+    choices = list(problem.choices)
+    for index in range(len(intra.parameters)):
+        visible = choices[index].once - share * _reduction_seconds(intra, index)
+        choices[index] = replace(choices[index], once=np.maximum(visible, 0.0))
+    return replace(problem, choices=tuple(choices))
+
+
+def _reduction_seconds(intra: IntraOp, index: int) -> np.ndarray:
+    """Return [option] the seconds of a parameter's reductions once per step, in buckets of the
+    size with which they take longer.
+    """
+    parameter = intra.step.parameters[index]
+    scale = intra.tables.optimizer.gradient_scale(parameter.meta.dtype.itemsize)
+    read = intra.step.dtypes_read[parameter.name]
+    seconds = []
+    for plan in intra.parameters[index].plans:
+        reductions: list[tuple[str, int, int]] = []
+        for kind, axis, num_bytes in step_collectives_of(
+            plan, parameter.meta, read, intra.mesh.shape
+        ):
+            if kind in REDUCTIONS:
+                reductions.append((kind, axis, int(scale * num_bytes)))
+        seconds.append(_longest(intra, reductions))
+    return np.array(seconds)
+
+
+def _longest(intra: IntraOp, reductions: Sequence[tuple[str, int, int]]) -> float:
+    """Return the seconds of reductions (kind, mesh axis, bytes), in the slower buckets."""
+    total = 0.0
+    for kind, axis, num_bytes in reductions:
+        link = intra.mesh.axes[axis]
+        sizes = (BUCKET_BYTES, BLOCK_BYTES)
+        total += max(bucketed_seconds(link, kind, num_bytes, size) for size in sizes)
+    return total
