@@ -119,11 +119,10 @@ class OpCall:
     def on(self, device: torch.device) -> "OpCall":
         """Return the same call, for execution on `device`.
 
-        Factories such as `arange` have no operand on the device, so they get it as an argument. A
-        1x1 convolution on CPUs gets another dilation (`_dilated`).
+        Factories such as `arange` have no operand on the device, so they get it as an argument.
         """
         if device.type == "cpu":
-            return self._dilated()
+            return self
 
         schema = getattr(self.target, "_schema", None)
         arguments = getattr(schema, "arguments", ())
@@ -132,24 +131,6 @@ class OpCall:
             return self
         kwargs = (*self.kwargs, ("device", device))
         return replace(self, kwargs=tuple(sorted(kwargs)))
-
-    def _dilated(self) -> "OpCall":
-        """Return an fp32 1x1 convolution with dilation 2; any other call unchanged.
-
-        The result is the same, as the kernel has one element. But PyTorch gives dilated
-        convolutions to oneDNN. Its own kernel computes a matmul of fewer than 16 rows in one
-        thread, half as fast (fp32, AVX-512).
-        """
-        is_convolution = aten_name(self.target) in ("conv1d", "conv2d", "conv3d")
-        if not is_convolution or not torch.backends.mkldnn.is_available():
-            return self
-        bound = bind(self)
-        weight = self.operands[bound["weight"].index]
-        kernel_shape = weight.shape[2:]
-        if weight.dtype != torch.float32 or math.prod(kernel_shape) > 1:
-            return self
-        dilated = {**bound, "dilation": (2,) * len(kernel_shape)}
-        return replace(self, args=tuple(dilated.values()), kwargs=())
 
 
 class DerivedTarget(ABC):
