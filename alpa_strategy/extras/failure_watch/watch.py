@@ -124,8 +124,10 @@ class FailureWatch:
                 end_children(self._children(), GRACE_SECONDS)
                 return
         except RuntimeError:
-            # No rank is left that reads it.
-            print(f"\nalpa: rank {self._rank} ends: {_NO_STORE}", file=sys.stderr, flush=True)
+            # No rank is left that reads it. An error of ours has named this rank already: rank 0
+            # may have ended a moment earlier by the same one.
+            if not isinstance(error, AlpaError):
+                print(f"\nalpa: rank {self._rank} ends: {_NO_STORE}", file=sys.stderr, flush=True)
             return
         rank, first_message, _ = first.split("\n", 2)
         if int(rank) != self._rank and first_message != message:
