@@ -92,11 +92,11 @@ def converted_state(
         gather: returns a full tensor. A tensor that wraps others is made of its parts in full.
     """
 
-    def convert_tensor(described: _DescribedTensor, local: Any, convert: ConvertOwned) -> Any:
+    def converted_by(function: ConvertOwned, described: _DescribedTensor, local: Any) -> Any:
         value = described.value
         if value.is_meta:
             tensor = torch.empty(0, dtype=value.dtype) if local is None else local
-            return convert(parameter, tensor, value.shape)
+            return function(parameter, tensor, value.shape)
         if local is not None:
             return local
         return value.to(parameter.device) if described.is_on_device else value
@@ -109,12 +109,12 @@ def converted_state(
     converted: list[Any] = []
     for leaf, local in zip(leaves, local_leaves, strict=True):
         if isinstance(leaf, _DescribedTensor):
-            converted.append(convert_tensor(leaf, local, convert))
+            converted.append(converted_by(convert, leaf, local))
         elif isinstance(leaf, _DescribedParts):
             parts: dict[str, Tensor] = {}
             for name, described in leaf.parts.items():
                 local_part = None if local is None else getattr(local, name)
-                parts[name] = convert_tensor(described, local_part, gather)
+                parts[name] = converted_by(gather, described, local_part)
             converted.append(leaf.with_parts(parts))
         else:
             converted.append(leaf if local is None else local)

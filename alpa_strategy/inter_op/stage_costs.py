@@ -24,10 +24,7 @@ from alpa_strategy.inter_op.floors import (
     no_extra_floors,
     side_by_side,
 )
-from alpa_strategy.inter_op.layer_matrix import (
-    Part,
-    floor_of,
-)
+from alpa_strategy.inter_op.layer_matrix import Part, floor_of
 from alpa_strategy.inter_op.layer_pricing import PRICES, priced_layers, run_parts, unpriced_layers
 from alpa_strategy.inter_op.layer_runs import (
     RunCandidates,

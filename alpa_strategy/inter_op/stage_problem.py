@@ -84,11 +84,8 @@ class StageProblem:
     transfers: tuple[CostBreakdown, ...]
     num_spans: int
 
-    @cached_property
-    def held_copies(self) -> list[np.ndarray]:
-        """[parameter][option] bytes of its gathered copy that its casts hold as well."""
-        indices = range(len(self.intra.parameters))
-        return [copies_that_casts_hold(self.intra, index) for index in indices]
+    # [parameter][option] bytes of its gathered copy that its casts hold as well.
+    held_copies: list[np.ndarray]
 
 
 @dataclass(frozen=True)
@@ -181,6 +178,7 @@ def take_apart(intra: IntraOp, starts: Sequence[int] = (0,)) -> StageProblem:
     received = {b.choice for b in intra.received.values()}
     sent = {b.choice for b in intra.sent.values()}
     batch = range(num_parameters + num_ops, num_parameters + num_ops + len(step.batch))
+    held_copies = [copies_that_casts_hold(intra, index) for index in range(num_parameters)]
     choices = []
     for index, choice in enumerate(problem.choices):
         costs, span = zero_costs(len(choice.cost)), spans.of_choice(index)
@@ -190,7 +188,7 @@ def take_apart(intra: IntraOp, starts: Sequence[int] = (0,)) -> StageProblem:
             parameter = intra.parameters[index]
             forward, backward = parameter.fetch_seconds, parameter.backward_seconds
             once = choice.cost - forward - backward
-            always = choice.memory - copies_that_casts_hold(intra, index)
+            always = choice.memory - held_copies[index]
             costs = replace(costs, forward=forward, backward=backward, once=once, always=always)
         elif span == PER_STEP:
             forward = intra.ops[index - num_parameters].forward_seconds
@@ -221,7 +219,7 @@ def take_apart(intra: IntraOp, starts: Sequence[int] = (0,)) -> StageProblem:
             costs = replace(costs, always=choice.memory)
         choices.append(costs if span is None else replace(costs, span=span))
     transfers = [_transfer_parts(intra, spans, index) for index in range(len(problem.transfers))]
-    return StageProblem(intra, tuple(choices), tuple(transfers), len(starts))
+    return StageProblem(intra, tuple(choices), tuple(transfers), len(starts), held_copies)
 
 
 def _transfer_parts(intra: IntraOp, spans: "RematSpans", index: int) -> CostBreakdown:
