@@ -3,14 +3,12 @@ second starts, as ratios within one run.
 
     # GPT 4 x 512, a LLaMA-like model, a ResNet and a U-Net on 2 CPU ranks
     python scripts/bench_compile.py
-    python scripts/bench_compile.py --models gpt --rounds 1 --steps 6
+    python scripts/bench_compile.py --models gpt --rounds 1 --turns 6
 
-Jobs take turns (`--rounds` times). A round's first figure is its quickest step after warm-up (a
-busy machine only adds
-to a step: medians of one round after the other differ by 10 %), and a strategy's is that of its
-quickest round. The second is the seconds from the job's launch to the end of its first step. Each
-strategy has an Inductor cache of its
-own: empty in the first round, filled afterwards (the second start).
+Each strategy starts `--rounds` times: seconds from the launch to the end of the first step. It has
+an Inductor cache of its own, which is empty in the first round and filled afterwards (the second
+start). Steps are then timed in turns (`bench_turns.py`), and ratios are medians over the turns with
+their quartiles.
 """
 
 from __future__ import annotations
@@ -22,14 +20,15 @@ import statistics
 import sys
 import tempfile
 import time
-from itertools import pairwise
+from dataclasses import dataclass
 from pathlib import Path
 
 import lightning.pytorch as pl
 import torch
 import torch.nn.functional as F
-from bench_jobs import check_steps, torchrun, user_threads
 from bench_jobs import run_job as run_process
+from bench_jobs import torchrun, user_threads
+from bench_turns import PLACE_VARIABLE, TurnJob, TurnTaker, ratio, run_in_turns
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -41,6 +40,13 @@ STRATEGIES = (
     "alpa+compile",
 )  # and "replica+compile": with `batch_scope="replica"`
 VOCABULARY, SEQUENCE = 256, 256
+# Of a rank, in an epoch.
+NUM_BATCHES = 14
+# Goals: steps a second and later starts, as ratios of DDP's.
+LEAST_SPEED = 1.0
+MOST_START = 1.2
+# Quartiles need several turns after the warm-up.
+LEAST_TURNS = 6
 
 
 class LlamaBlock(nn.Module):
@@ -170,25 +176,27 @@ def model_and_data(name: str, rows: int) -> tuple[pl.LightningModule, TensorData
     return model, TensorDataset(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()), 4
 
 
-class Clock(pl.Callback):
-    """When each step ended."""
+class FirstStep(pl.Callback):
+    """When the first step ended."""
 
     def __init__(self) -> None:
-        self.times: list[float] = []
+        self.end = 0.0
 
     def on_train_batch_end(self, *unused: object) -> None:
-        self.times.append(time.time())
+        self.end = self.end or time.time()
 
 
 def worker(args: argparse.Namespace, model_name: str, strategy: str) -> None:
-    """One rank of one job; rank 0 writes when its steps ended."""
+    """One rank of one job: rank 0 writes when its first step ended, or it takes turns."""
     import alpa_strategy
 
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     name, _, compiled = strategy.partition("+")
     pl.seed_everything(0, verbose=False)
-    model, data, rows = model_and_data(model_name, args.steps)
-    clock = Clock()
+    model, data, rows = model_and_data(model_name, NUM_BATCHES)
+    is_timed_in_turns = PLACE_VARIABLE in os.environ
+    first_step = FirstStep()
+    callback = TurnTaker.from_environment() if is_timed_in_turns else first_step
     scope = "replica" if name == "replica" else "auto"
     capture = "auto" if name == "replica" else "require"
     alpa = alpa_strategy.AlpaStrategy(
@@ -202,8 +210,9 @@ def worker(args: argparse.Namespace, model_name: str, strategy: str) -> None:
         accelerator="cpu",
         devices=2,
         strategy="ddp" if name == "ddp" else alpa,
-        max_steps=args.steps,
-        callbacks=[clock],
+        max_epochs=-1,
+        max_steps=args.turns * args.steps if is_timed_in_turns else 2,
+        callbacks=[callback],
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
@@ -213,34 +222,80 @@ def worker(args: argparse.Namespace, model_name: str, strategy: str) -> None:
     if compiled and name == "ddp":
         model.compile()  # its forward: Dynamo stumbles over `self.log`, so not the full step
     trainer.fit(model, loader)
-    if trainer.global_rank == 0:
-        Path(args.out).write_text(json.dumps(clock.times), encoding="utf-8")
+    if trainer.global_rank == 0 and not is_timed_in_turns:
+        Path(args.out).write_text(json.dumps(first_step.end), encoding="utf-8")
 
 
-def run_job(
-    args: argparse.Namespace, model: str, strategy: str, folder: Path
-) -> tuple[float, float]:
-    """(seconds of the quickest step, seconds to the end of the first one) of one job."""
-    job_folder = folder / model / strategy
-    job_folder.mkdir(parents=True, exist_ok=True)
-    out = job_folder / "times.json"
-    command = torchrun(__file__, 2)
-    command += [
-        "--worker",
-        model,
-        strategy,
-        "--steps",
-        str(args.steps),
-        "--folder",
-        str(job_folder),
-    ]
-    command += ["--out", str(out)]
-    variables = {**user_threads(), "TORCHINDUCTOR_CACHE_DIR": str(job_folder / "inductor")}
-    started = time.time()
-    run_process(command, f"{model}, {strategy}", job_folder, variables)
-    times = json.loads(out.read_text(encoding="utf-8"))
-    step_seconds = [b - a for a, b in pairwise(times)]
-    return min(step_seconds[args.warmup :]), times[0] - started
+@dataclass(frozen=True)
+class Job:
+    """A model's training under one strategy, with a folder for its plan and compiled code."""
+
+    model: str
+    strategy: str
+    folder: Path
+
+    def command(self, args: argparse.Namespace) -> list[str]:
+        """Return the command of its ranks."""
+        return [
+            *torchrun(ROOT / "scripts" / "bench_compile.py", 2),
+            *("--worker", self.model, self.strategy),
+            *("--steps", str(args.steps), "--turns", str(args.turns)),
+            *("--folder", str(self.folder), "--out", str(self.out)),
+        ]
+
+    @property
+    def out(self) -> Path:
+        """The file that rank 0 writes."""
+        return self.folder / "first_step.json"
+
+    @property
+    def variables(self) -> dict[str, str]:
+        """Its environment variables."""
+        return {**user_threads(), "TORCHINDUCTOR_CACHE_DIR": str(self.folder / "inductor")}
+
+
+def start_seconds(args: argparse.Namespace, job: Job) -> float:
+    """Return the seconds from a job's launch to the end of its first step."""
+    begun = time.time()
+    run_process(job.command(args), f"{job.model}, {job.strategy}", job.folder, job.variables)
+    return json.loads(job.out.read_text(encoding="utf-8")) - begun
+
+
+def measure(args: argparse.Namespace, model: str, folder: Path) -> bool:
+    """Measure one model under all strategies and print the figures; return whether they reach the
+    goals.
+    """
+    jobs = [Job(model, strategy, folder / model / strategy) for strategy in args.strategies]
+    starts: dict[str, list[float]] = {job.strategy: [] for job in jobs}
+    for job in jobs:
+        job.folder.mkdir(parents=True, exist_ok=True)
+    for round_number in range(args.rounds):
+        # None of them always goes first.
+        for job in jobs if round_number % 2 == 0 else reversed(jobs):
+            starts[job.strategy].append(start_seconds(args, job))
+
+    turn_jobs = [TurnJob(job.strategy, job.command(args), job.variables) for job in jobs]
+    seconds = run_in_turns(turn_jobs, 2, args.turns, args.steps, folder / model / "turns")
+    reaches_goals = True
+    for strategy, of_turns in seconds.items():
+        step = 1e3 * statistics.median(of_turns)
+        of_rounds = " ".join(f"{start:.0f}" for start in starts[strategy])
+        print(f"{model:7} {strategy:13} step {step:.0f} ms, starts {of_rounds} s", flush=True)
+    for strategy in seconds:
+        of_ddp = "ddp+compile" if strategy.endswith("+compile") else "ddp"
+        if strategy == of_ddp or of_ddp not in seconds:
+            continue
+        speed = ratio(seconds[of_ddp], seconds[strategy])
+        later_starts = zip(starts[strategy][1:], starts[of_ddp][1:], strict=True)
+        start_ratios = [mine / theirs for mine, theirs in later_starts]
+        line = f"{model:7} {strategy}: {speed} x {of_ddp}'s steps/s"
+        reaches_goals &= speed.median >= LEAST_SPEED
+        if start_ratios:
+            start = statistics.median(start_ratios)
+            line += f", {start:.2f} x its later start"
+            reaches_goals &= strategy == "alpa" or start <= MOST_START
+        print(line, flush=True)
+    return reaches_goals
 
 
 def main() -> int:
@@ -250,9 +305,9 @@ def main() -> int:
     )
     parser.add_argument("--models", nargs="*", default=["gpt", "llama", "resnet", "unet"])
     parser.add_argument("--strategies", nargs="*", default=list(STRATEGIES))
-    parser.add_argument("--steps", type=int, default=14)
-    parser.add_argument("--warmup", type=int, default=4)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--turns", type=int, default=24, help="turns of each strategy")
+    parser.add_argument("--steps", type=int, default=5, help="steps of a turn")
+    parser.add_argument("--rounds", type=int, default=2, help="starts of each strategy")
     parser.add_argument(
         "--require", action="store_true", help="exit 1 unless 1.0 x in steps, 1.2 x in starts"
     )
@@ -260,46 +315,14 @@ def main() -> int:
     parser.add_argument("--out", help=argparse.SUPPRESS)
     parser.add_argument("--folder", help=argparse.SUPPRESS)
     args = parser.parse_args()
-    if not args.worker:
-        check_steps(parser, args)
     if args.worker:
         worker(args, *args.worker)
         return 0
-    missed = False
+    if args.turns < LEAST_TURNS or args.steps < 2:
+        parser.error(f"give at least --turns {LEAST_TURNS} and --steps 2")
     with tempfile.TemporaryDirectory() as folder:
-        for model in args.models:
-            results: dict[str, list[tuple[float, float]]] = {name: [] for name in args.strategies}
-            for turn in range(args.rounds):
-                for name in args.strategies[
-                    :: 1 if turn % 2 == 0 else -1
-                ]:  # neither always goes first
-                    results[name].append(run_job(args, model, name, Path(folder)))
-            for name, rounds in results.items():
-                starts = [start for _, start in rounds]
-                steps = " ".join(f"{1e3 * step:.0f}" for step, _ in rounds)
-                later_starts = [f"{start:.0f}" for start in starts[1:]]
-                later = " ".join(later_starts or ["-"])
-                print(
-                    f"{model:7} {name:13} steps {steps} ms, first start {starts[0]:.0f} s, later"
-                    f" {later} s",
-                    flush=True,
-                )
-            for name in results:
-                is_compiled = name.endswith("+compile")
-                of_ddp = "ddp+compile" if is_compiled else "ddp"
-                if name == of_ddp or of_ddp not in results:
-                    continue
-                pairs = list(zip(results[of_ddp], results[name], strict=True))
-                ddp_seconds = min(theirs[0] for theirs, _ in pairs)
-                alpa_seconds = min(mine[0] for _, mine in pairs)
-                speed = ddp_seconds / alpa_seconds
-                ratios = [mine[1] / theirs[1] for theirs, mine in pairs][1:]
-                start = statistics.median(ratios) if ratios else None
-                of_starts = "no later start" if start is None else f"{start:.2f} x its later start"
-                print(f"{model:7} {name}: {speed:.3f} x {of_ddp}'s steps/s, {of_starts}")
-                missed |= speed < 1.0
-                missed |= is_compiled and start is not None and start > 1.2
-    return int(missed and args.require)
+        results = [measure(args, model, Path(folder)) for model in args.models]
+    return int(args.require and not all(results))
 
 
 if __name__ == "__main__":

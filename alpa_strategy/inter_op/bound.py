@@ -29,6 +29,7 @@ from alpa_strategy.schedules import (
     in_flight_by_stage,
     refusal,
     seconds_of_many,
+    splits_backward,
 )
 
 PRECISION = 4e-3
@@ -42,7 +43,10 @@ def step_bound(space: StageSpace) -> float:
     """Return a lower bound of the seconds of a step, over all stages, meshes and layouts of
     `space`.
     """
-    job, costs = space.job, _costs(space)
+    job = space.job
+    costs = _costs(space, "least")
+    # Of schedules that split the backward: sums over devices then take their full time.
+    costs_apart = _costs(space, "least_apart")
     pinned, D = job.options.schedule, job.cluster.num_devices
     names = (
         [pinned]
@@ -63,12 +67,18 @@ def step_bound(space: StageSpace) -> float:
         for v in SCHEDULES[name].stages_per_mesh
         for index in range(len(space.sizes))
     ]
-    for least, kind in sorted((_waiting(costs, *kind), kind) for kind in kinds):
+
+    def costs_of(name: str, stages_per_mesh: int, index: int) -> _Costs:
+        num_meshes = max(1, D // space.sizes[index])
+        splits = splits_backward(name, num_meshes, job.num_microbatches, stages_per_mesh)
+        return costs_apart if splits else costs
+
+    for least, kind in sorted((_waiting(costs_of(*kind), *kind), kind) for kind in kinds):
         if least >= best:
             break
-        fitting = max(least, _mean_work(costs, *kind))
+        fitting = max(least, _mean_work(costs_of(*kind), *kind))
         if fitting < best:
-            best = min(best, max(fitting, _simulated(costs, *kind)))
+            best = min(best, max(fitting, _simulated(costs_of(*kind), *kind)))
     return best if math.isfinite(best) else 0.0
 
 
@@ -131,8 +141,12 @@ class _Costs:
         return np.maximum(self.work[..., chosen], visible * floors + beside)
 
 
-def _costs(space: StageSpace) -> _Costs:
-    """Return the least seconds of every run of layers, for the bound on all pipelines."""
+def _costs(space: StageSpace, least: str) -> _Costs:
+    """Return the least seconds of every run of layers, for the bound on all pipelines.
+
+    Args:
+        least: the field of `LayerRangeCosts` with the least seconds of layers.
+    """
     job = space.job
     tables = space.tables
     overhead = space.overhead
@@ -140,7 +154,7 @@ def _costs(space: StageSpace) -> _Costs:
     overlap = job.cluster.overlap
     # [layer, submesh]
     each_microbatch = np.stack([r.least_each for r in space.runs], axis=1)
-    work = np.stack([r.least for r in space.runs], axis=1)
+    work = np.stack([getattr(r, least) for r in space.runs], axis=1)
     exists = np.isfinite(work)
     work, each_microbatch = np.where(exists, work, 0.0), np.where(exists, each_microbatch, 0.0)
     # Reductions hide beside the last micro-batch's backward.

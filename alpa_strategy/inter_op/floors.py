@@ -143,7 +143,7 @@ def floors_of(job: "StageCostTask", priced: "PricedLayers", is_needed: bool) -> 
         nothing = np.zeros(len(kinds))
         return np.zeros((0, 4)), np.zeros((0, len(kinds))), nothing, nothing
 
-    prices = [FloorPrice(per_byte, alive, 1.0, 0.0) for per_byte, alive in priced.prices]
+    prices = [FloorPrice(price.per_byte, price.in_flight, 1.0, 0.0) for price in priced.prices]
     of_kinds = [matrix.floors() for matrix in priced.matrices]
     seconds = np.stack([of_kinds[kind] for kind in kinds], axis=1)
     problems = priced.unpriced.problems

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from enum import IntEnum
 from functools import partial
 from itertools import product
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -26,8 +26,9 @@ from alpa_strategy.inter_op.stage_problem import (
     weigh,
     zero_costs,
 )
-from alpa_strategy.intra_op.build import BoundaryChoice, OptionTables, boundary_layouts
+from alpa_strategy.intra_op.build import BoundaryChoice, boundary_layouts
 from alpa_strategy.intra_op.decode import read_last
+from alpa_strategy.intra_op.option_tables import OptionTables
 from alpa_strategy.intra_op.options import gathers
 from alpa_strategy.intra_op.problem import (
     Choice,
@@ -51,20 +52,30 @@ TOGETHER_ENTRIES = 2_000_000
 # recomputed alone: the largest layer's graph, and what passes from layer to layer inside the run;
 # of `once` and `always`: what is made of parameters alone, which can be recomputed for every
 # micro-batch; temporary bytes of the optimizer's update; where gradients begin with the step, those
-# that the run's backward makes.
+# that the run's backward makes; seconds of a micro-batch's sums that overlap with matmuls, which
+# the others do not contain.
 Part = IntEnum(
     "Part",
     "FORWARD BACKWARD ONCE ALWAYS SAVED ENTERING LEAVING WORKING AGAIN PASSING DERIVING DERIVED"
-    " UPDATE MADE",
+    " UPDATE MADE OVERLAPPED",
     start=0,
 )
-SUMMED = {
-    Part[name.upper()]: name for name in ("forward", "backward", "once", "always", "saved", "again")
-}
+SUMMED_FIELDS = ("forward", "backward", "once", "always", "saved", "again", "overlapped")
+SUMMED = {Part[name.upper()]: name for name in SUMMED_FIELDS}
 PER_STEP_SUMMED = {Part.DERIVING: "once", Part.DERIVED: "always"}
 
-# Weights of one elimination: seconds per byte, micro-batches alive.
-Price = tuple[float, float]
+
+class Price(NamedTuple):
+    """The weights of one elimination."""
+
+    # Seconds per byte.
+    per_byte: float
+
+    # Micro-batches in flight.
+    in_flight: float
+
+    # Whether sums over devices overlap with matmuls, where they can.
+    overlaps: bool = True
 
 
 @dataclass(frozen=True)
@@ -411,8 +422,9 @@ def _priced(
 ) -> list[np.ndarray]:
     """Return [price, ...] of each breakdown: its seconds, plus its bytes at their price."""
     seconds, _ = weigh(breakdowns, num_microbatches, 1)
-    per_byte = np.array([price for price, _ in prices])
-    in_flight = np.array([alive for _, alive in prices])
+    per_byte = np.array([price.per_byte for price in prices])
+    in_flight = np.array([price.in_flight for price in prices])
+    is_apart = np.array([not price.overlaps for price in prices])
     costs = []
     for breakdown, without_price in zip(breakdowns, seconds, strict=True):
         axes = (-1, *[1] * without_price.ndim)
@@ -420,6 +432,8 @@ def _priced(
         if per_byte.any() and not breakdown.nonzero.isdisjoint(("always", "saved")):
             num_bytes = breakdown.always + in_flight.reshape(axes) * breakdown.saved
             cost = without_price + per_byte.reshape(axes) * num_bytes
+        if is_apart.any() and "overlapped" in breakdown.nonzero:
+            cost = cost + num_microbatches * is_apart.reshape(axes) * breakdown.overlapped
         costs.append(cost)
     return costs
 

@@ -15,6 +15,7 @@ from alpa_strategy.inter_op.layer_matrix import (
     LayerMatrix,
     LayerProblem,
     Part,
+    Price,
     follow_leaders,
     layer_matrix,
     passing_seconds,
@@ -35,8 +36,8 @@ if TYPE_CHECKING:
 # numbers of micro-batches in flight.
 PRICES = ((0.05, 1), (0.5, 1), (0.5, 16), (5.0, 1), (5.0, 16), (1e3, 4))
 
-# (seconds per byte, micro-batches in flight) of the layouts that are the fastest.
-FREE_MEMORY = (0.0, 1)
+# Of the layouts that are the fastest.
+FREE_MEMORY = Price(per_byte=0.0, in_flight=1)
 
 
 @dataclass(frozen=True)
@@ -61,14 +62,17 @@ class PricedLayers:
 
     unpriced: UnpricedLayers
 
-    # (seconds per byte, micro-batches in flight); the first is `FREE_MEMORY`.
-    prices: list[tuple[float, int]]
+    # The first is `FREE_MEMORY`.
+    prices: list[Price]
 
     # Of each kind, at all prices.
     matrices: list[LayerMatrix]
 
     # Seconds per byte of a step in the fastest layouts.
     scale: float
+
+    # [layer] lower bounds of a step's seconds where sums do not overlap with matmuls.
+    least_apart: np.ndarray
 
     def runs(self) -> Runs:
         """Return all runs of layers, at all prices."""
@@ -107,20 +111,46 @@ def priced_layers(
     """
     unpriced = unpriced_layers(job, submesh, shape)
 
-    def solve(at: Sequence[tuple[float, int]]) -> list[LayerMatrix]:
-        matrices = []
-        for problem, seconds in zip(unpriced.problems, unpriced.passing, strict=True):
-            matrix = layer_matrix(problem, at, job.num_microbatches, seconds, job.gradients_begin)
-            matrices.append(matrix)
-        return matrices
-
-    matrices = solve([FREE_MEMORY])
+    kinds = range(len(unpriced.problems))
+    matrices = [_matrix_at(job, unpriced, kind, [FREE_MEMORY]) for kind in kinds]
     scale = _seconds_per_byte([matrices[kind] for kind in unpriced.kinds])
-    absolute = [(scale * factor, in_flight) for factor, in_flight in prices]
+    least_apart = _least_apart(job, unpriced, matrices)
+    absolute = [Price(scale * factor, in_flight) for factor, in_flight in prices]
     if prices:
-        pairs = zip(matrices, solve(absolute), strict=True)
-        matrices = [_at_all_prices(free, priced) for free, priced in pairs]
-    return PricedLayers(unpriced, [FREE_MEMORY, *absolute], matrices, scale)
+        priced = [_matrix_at(job, unpriced, kind, absolute) for kind in kinds]
+        pairs = zip(matrices, priced, strict=True)
+        matrices = [_at_all_prices(free, at_prices) for free, at_prices in pairs]
+    return PricedLayers(unpriced, [FREE_MEMORY, *absolute], matrices, scale, least_apart)
+
+
+def _matrix_at(
+    job: "StageCostTask", unpriced: UnpricedLayers, kind: int, prices: Sequence[Price]
+) -> LayerMatrix:
+    """Return the matrix of one kind of layer at `prices`."""
+    return layer_matrix(
+        unpriced.problems[kind],
+        prices,
+        job.num_microbatches,
+        unpriced.passing[kind],
+        job.gradients_begin,
+    )
+
+
+def _least_apart(
+    job: "StageCostTask", unpriced: UnpricedLayers, matrices: Sequence[LayerMatrix]
+) -> np.ndarray:
+    """Return [layer] lower bounds of a step's seconds where sums do not overlap with matmuls.
+
+    Args:
+        matrices: of each kind, at `FREE_MEMORY`.
+    """
+    least = []
+    for kind, problem in enumerate(unpriced.problems):
+        matrix = matrices[kind]
+        if any("overlapped" in costs.nonzero for costs in problem.transfers):
+            matrix = _matrix_at(job, unpriced, kind, [FREE_MEMORY._replace(overlaps=False)])
+        least.append(float(matrix.floors()[0]))
+    return np.array([least[kind] for kind in unpriced.kinds])
 
 
 def unpriced_layers(

@@ -48,6 +48,9 @@ class RunCandidates(NamedTuple):
     # Bytes per device while the optimizer updates: nothing is in flight then.
     at_update: np.ndarray
 
+    # Seconds per micro-batch that a schedule adds under which sums do not overlap with matmuls.
+    overlapped: np.ndarray
+
 
 def newly_received_shares(layers: Sequence[StepGraph]) -> list[np.ndarray]:
     """Return, per layer, [first] the share of its received bytes that no earlier layer of a run
@@ -263,7 +266,7 @@ def run_candidates(
         remat: whether stages recompute; None: both are possible.
     """
     # [part][run, price]
-    by_part = np.moveaxis(parts[..., : Part.MADE], (0, -1), (-1, 0))
+    by_part = np.moveaxis(parts, (0, -1), (-1, 0))
     saved = by_part[Part.SAVED]
     working = by_part[Part.WORKING]
     entering = by_part[Part.ENTERING]
@@ -302,6 +305,7 @@ def run_candidates(
             remat=np.full(once.shape, recomputes),
             # What is made of parameters alone is gone when the optimizer updates them.
             at_update=always - derived + by_part[Part.UPDATE],
+            overlapped=by_part[Part.OVERLAPPED],
         )
         candidates.append(candidate)
     return candidates
@@ -318,6 +322,7 @@ def no_candidates(num_runs: int) -> RunCandidates:
         shape=zero.astype(int),
         remat=zero.astype(bool),
         at_update=zero,
+        overlapped=zero,
     )
 
 

@@ -39,7 +39,7 @@ from alpa_strategy.inter_op.layer_runs import (
 from alpa_strategy.inter_op.mesh_options import allowed_shapes
 from alpa_strategy.inter_op.stored_costs import job_key, runs_arguments, runs_record
 from alpa_strategy.inter_op.subgraph import span_name
-from alpa_strategy.intra_op.build import OptionTables
+from alpa_strategy.intra_op.option_tables import OptionTables
 from alpa_strategy.ir.graph import StepGraph
 from alpa_strategy.ir.optimizer_info import OptimizerInfo
 from alpa_strategy.ir.stage_graph import crossing_values
@@ -72,6 +72,9 @@ class LayerRangeCosts:
     # [layer] likewise, seconds per micro-batch.
     least_each: np.ndarray
 
+    # [layer] as `least`, under schedules where sums do not overlap with matmuls.
+    least_apart: np.ndarray
+
     seconds: np.ndarray
     once: np.ndarray
     always: np.ndarray
@@ -82,6 +85,7 @@ class LayerRangeCosts:
 
     remat: np.ndarray
     at_update: np.ndarray
+    overlapped: np.ndarray
 
     # Lower bounds of stages that fit into memory (floors.py): [shape, price, field of FloorPrice]
     floor_prices: np.ndarray = field(default_factory=lambda: np.zeros((0, 0, 4)))
@@ -253,6 +257,7 @@ def run_costs(
     scales: list[float] = []
     least = np.full(num_layers, np.inf)
     least_each = np.full(num_layers, np.inf)
+    least_apart = np.full(num_layers, np.inf)
     for shape in shapes:
         priced = priced_layers(job, submesh, shape, prices)
         runs = priced.runs()
@@ -265,13 +270,14 @@ def run_costs(
         of_step = job.num_microbatches * seconds + single[:, Part.ONCE]
         least = np.minimum(least, floor_of(of_step, excess))
         least_each = np.minimum(least_each, floor_of(seconds, excess / job.num_microbatches))
+        least_apart = np.minimum(least_apart, priced.least_apart)
 
         always_fits = _always_fits(job, runs.parts[0, runs.number[0, num_layers]])
         floors.append(floors_of(job, priced, is_needed=not always_fits))
         scales.append(priced.scale)
 
     cheapest = _candidates_of_runs(job, of_shapes)
-    costs = LayerRangeCosts(shapes, least, least_each, *cheapest)
+    costs = LayerRangeCosts(shapes, least, least_each, least_apart, *cheapest)
 
     floor_prices, floor_seconds, floor_always, floor_working = side_by_side(floors, num_layers)
     return replace(
@@ -368,6 +374,7 @@ def free_runs(job: StageCostTask, submesh: tuple[int, int]) -> LayerRangeCosts:
         shapes=shapes,
         least=per_layer,
         least_each=per_layer,
+        least_apart=per_layer,
         seconds=seconds,
         once=zero,
         always=zero,
@@ -375,6 +382,7 @@ def free_runs(job: StageCostTask, submesh: tuple[int, int]) -> LayerRangeCosts:
         shape=zero.astype(int),
         remat=zero > 0,
         at_update=zero,
+        overlapped=zero,
     )
 
 

@@ -14,9 +14,10 @@ from functools import cached_property
 import numpy as np
 
 from alpa_strategy.cost.flops import is_view
-from alpa_strategy.intra_op.build import IntraOp, OptionTables, build
+from alpa_strategy.intra_op.build import IntraOp, build
 from alpa_strategy.intra_op.decode import messages
 from alpa_strategy.intra_op.memory_choices import result_bytes
+from alpa_strategy.intra_op.option_tables import OptionTables
 from alpa_strategy.intra_op.options import REDUCTIONS, gathers
 from alpa_strategy.intra_op.problem import Problem, Transfer, Use
 from alpa_strategy.ir.gathers import local_bytes
@@ -55,6 +56,10 @@ class CostBreakdown:
 
     # Bytes of the graph that recomputing makes, in span `span`.
     again: np.ndarray
+
+    # Seconds of one micro-batch's sums over devices that are not in `forward` and `backward`, since
+    # they overlap with matmuls.
+    overlapped: np.ndarray
     span: int = EVERY_SPAN
 
     @cached_property
@@ -67,10 +72,10 @@ class CostBreakdown:
         )
 
 
-def zero_costs(size: int) -> CostBreakdown:
-    """Return the costs of a choice of `size` strategies that takes no time and no memory."""
-    zero = np.zeros(size)
-    return CostBreakdown(zero, zero, zero, zero, zero, zero, zero)
+def zero_costs(shape: int | tuple[int, ...]) -> CostBreakdown:
+    """Return arrays of costs of a choice or a transfer that takes no time and no memory."""
+    zero = np.zeros(shape)
+    return CostBreakdown(zero, zero, zero, zero, zero, zero, zero, zero)
 
 
 @dataclass(frozen=True)
@@ -233,7 +238,8 @@ def _transfer_parts(intra: IntraOp, spans: "RematSpans", index: int) -> CostBrea
         layouts.sources, layouts.targets, meta.num_bytes, meta.requires_grad, intra.mesh
     )
     forward = forward - layouts.hidden
-    zero, is_allowed = np.zeros_like(transfer.cost), np.isfinite(transfer.cost)
+    is_allowed = np.isfinite(transfer.cost)
+    nothing = replace(zero_costs(transfer.cost.shape), span=span)
     # [source, target]; inf - inf is no number
     finite = np.where(np.isfinite(forward), forward, 0.0)
     with np.errstate(invalid="ignore"):
@@ -243,20 +249,10 @@ def _transfer_parts(intra: IntraOp, spans: "RematSpans", index: int) -> CostBrea
             penalty = transfer.cost - (intra.unrestricted or intra.problem).transfers[index].cost
             # Of a copy that ops read which run once per step, where their backward keeps it.
             is_kept = not intra.per_step.ops.isdisjoint(intra.savers(layouts.value))
-            copies = [
-                is_kept * local_bytes(meta, target, intra.mesh.shape) for target in layouts.targets
-            ]
-            copied_bytes = np.where(layouts.equal, 0.0, copies)
-            return CostBreakdown(
-                zero,
-                np.where(is_allowed, alone + penalty, np.inf),
-                finite,
-                copied_bytes,
-                zero,
-                zero,
-                zero,
-                span,
-            )
+            copies = [local_bytes(meta, target, intra.mesh.shape) for target in layouts.targets]
+            copied_bytes = np.where(layouts.equal | (not is_kept), 0.0, copies)
+            backward = np.where(is_allowed, alone + penalty, np.inf)
+            return replace(nothing, backward=backward, once=finite, always=copied_bytes)
     memory = again = transfer.memory
     # There all the time; what is gathered of it is re-gathered for the backward.
     if made_in == PER_STEP:
@@ -265,7 +261,14 @@ def _transfer_parts(intra: IntraOp, spans: "RematSpans", index: int) -> CostBrea
         memory = again = np.where(gathered | layouts.equal, 0.0, memory)
     elif made_in not in (None, span):  # kept as it was made
         again = np.where(layouts.equal, 0.0, memory)
-    return CostBreakdown(finite, backward, zero, zero, memory, zero, again, span)
+    return replace(
+        nothing,
+        forward=finite,
+        backward=backward,
+        saved=memory,
+        again=again,
+        overlapped=layouts.hidden + layouts.hidden_in_backward,
+    )
 
 
 def copies_that_casts_hold(intra: IntraOp, index: int) -> np.ndarray:

@@ -29,7 +29,7 @@ from alpa_strategy.inter_op.stage_problem import (
 )
 from alpa_strategy.inter_op.stored_costs import stage_fields, stage_record
 from alpa_strategy.intra_op import memory_choices
-from alpa_strategy.intra_op.build import IntraOp, OptionTables, build
+from alpa_strategy.intra_op.build import IntraOp, build
 from alpa_strategy.intra_op.decode import (
     busy_seconds,
     bytes_ahead,
@@ -38,6 +38,7 @@ from alpa_strategy.intra_op.decode import (
     working_bytes,
 )
 from alpa_strategy.intra_op.memory_choices import with_host_price, with_recompute
+from alpa_strategy.intra_op.option_tables import OptionTables
 from alpa_strategy.intra_op.problem import Problem, Solution
 from alpa_strategy.intra_op.restrict import least_of_equals, restrict
 from alpa_strategy.intra_op.solver.solve import PROVED, NoCheaperSolution, propagate

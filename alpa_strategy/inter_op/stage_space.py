@@ -221,22 +221,23 @@ class StageSpace:
         return np.stack(padded, axis=2).astype(float)
 
     @cached_property
-    def _without_recomputation(self) -> StageTables:
-        """Return the tables with inf seconds for all candidates that recompute."""
-        seconds = self.tables.seconds.copy()
-        for mesh, runs in enumerate(self.runs):
-            num_candidates = runs.remat.shape[2]
-            seconds[:, :, mesh, :num_candidates][runs.remat] = np.inf
+    def _split_backward_tables(self) -> StageTables:
+        """The tables for schedules that split the backward.
+
+        Sums over devices do not overlap with matmuls then, and candidates that recompute have inf
+        seconds unless stages have to.
+        """
+        seconds = self.tables.seconds + self._stacked("overlapped", 0.0)
+        if not self.job.remat:
+            for mesh, runs in enumerate(self.runs):
+                num_candidates = runs.remat.shape[2]
+                seconds[:, :, mesh, :num_candidates][runs.remat] = np.inf
         return replace(self.tables, seconds=seconds)
 
     def tables_for(self, schedule: str, num_meshes: int, stages_per_mesh: int) -> StageTables:
-        """Return the tables for a schedule.
-
-        If it splits backwards and stages need not recompute, stages that do are left out.
-        """
-        splits = splits_backward(schedule, num_meshes, self.job.num_microbatches, stages_per_mesh)
-        if splits and not self.job.remat:
-            return self._without_recomputation
+        """Return the tables for a schedule, which may split the backward."""
+        if splits_backward(schedule, num_meshes, self.job.num_microbatches, stages_per_mesh):
+            return self._split_backward_tables
         return self.tables
 
     def cheapest(
@@ -336,13 +337,22 @@ class StageSpace:
 
     def _stage_seconds(self, candidate: Candidate) -> list[tuple[float, float, float, float]]:
         """Return what `simulated_seconds` needs of each stage."""
+        splits = splits_backward(
+            candidate.schedule,
+            len(candidate.stages) // candidate.stages_per_mesh,
+            self.job.num_microbatches,
+            candidate.stages_per_mesh,
+        )
         stage_seconds = []
         for index, stage in enumerate(candidate.stages):
             runs = self.runs[stage.submesh]
             at = stage.first, stage.last, stage.candidate
             # A backward takes as long as two forwards; recomputation is one forward more.
             num_backward = 3 if candidate.remat[index] else 2
-            forward = float(runs.seconds[at]) / (1 + num_backward)
+            seconds = float(runs.seconds[at])
+            if splits:
+                seconds += float(runs.overlapped[at])
+            forward = seconds / (1 + num_backward)
             once = float(runs.once[at])
             wire = candidate.wires[index]
             stage_seconds.append((forward, num_backward * forward, once, wire))

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from alpa_strategy.inter_op.stage_space import Candidate, StageSpace
 
 # Arrays [first layer, last + 1, candidate] of a LayerRangeCosts, and those with an entry per layer.
-PER_RUN = ("seconds", "once", "always", "in_flight", "at_update", "shape", "remat")
-PER_LAYER = ("least", "least_each")
+PER_RUN = ("seconds", "once", "always", "in_flight", "at_update", "overlapped", "shape", "remat")
+PER_LAYER = ("least", "least_each", "least_apart")
 # Arrays of a LayerRangeCosts by logical mesh.
 FLOORS = ("floor_prices", "floor_seconds", "floor_always", "floor_working", "scale")
 # Numbers of a StageCost, beside `again`.
@@ -102,7 +102,7 @@ def runs_arguments(
     )
     if any(record[name].shape != size for name, size in zip(FLOORS, floors, strict=True)):
         raise BadFileError("its floors are not of the same layers")
-    stored = (*PER_RUN[:5], *FLOORS)
+    stored = (*PER_RUN[:6], *FLOORS)
     numbers = np.concatenate([record[name].ravel() for name in stored])
     if np.isnan(numbers).any() or (record["seconds"] < 0).any():
         raise BadFileError("it has numbers that are no costs")

@@ -279,6 +279,7 @@ class _AddedStrategies:
                 sources=layouts.sources * num_rows,
                 targets=layouts.targets * num_columns,
                 hidden=hidden,
+                hidden_in_backward=np.tile(layouts.hidden_in_backward, (num_rows, num_columns)),
             )
 
         unrestricted = intra.unrestricted

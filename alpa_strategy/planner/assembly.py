@@ -162,8 +162,9 @@ def solved_plan(
 
 
 def _with_schedule(job: StageCostTask, candidate: Candidate) -> StageCostTask:
-    """Return the job as the stages of a candidate are solved: candidates are priced as if matmuls
-    overlapped with sums under every schedule.
+    """Return the job as the stages of a candidate are solved.
+
+    Sums over devices do not overlap with matmuls if the schedule splits the backward.
     """
     num_stages = len(candidate.stages)
     stages_per_mesh = candidate.stages_per_mesh

@@ -20,7 +20,7 @@ from alpa_strategy.inter_op.stage_problem import (
     take_apart,
 )
 from alpa_strategy.intra_op import memory_choices
-from alpa_strategy.intra_op.build import IntraOp, OptionTables, build
+from alpa_strategy.intra_op.build import IntraOp, build
 from alpa_strategy.intra_op.decode import (
     Message,
     op_messages,
@@ -28,6 +28,7 @@ from alpa_strategy.intra_op.decode import (
     transfer_messages,
     working_bytes,
 )
+from alpa_strategy.intra_op.option_tables import OptionTables
 from alpa_strategy.intra_op.problem import evaluate
 from alpa_strategy.ir.gathers import local_bytes
 from alpa_strategy.ir.graph import StepGraph

@@ -109,7 +109,14 @@ def bound_of(
     """`step_bound` of made-up costs. floors: per submesh, the last fields of `LayerRangeCosts`."""
     floors = floors or [()] * len(meshes)
     runs = [
-        LayerRangeCosts((), least[:, a], each_microbatch[:, a], *[np.zeros(0)] * 7, *floors[a])
+        LayerRangeCosts(
+            (),
+            least[:, a],
+            each_microbatch[:, a],
+            least[:, a],
+            *[np.zeros(0)] * 8,
+            *floors[a],
+        )
         for a in range(len(meshes))
     ]
     cluster = SimpleNamespace(num_devices=num_devices, is_uniform=True, overlap=0.0)

@@ -33,7 +33,7 @@ from alpa_strategy.inter_op.stage_problem import (
 )
 from alpa_strategy.inter_op.stage_solve import StageRequest, StageSolver
 from alpa_strategy.inter_op.subgraph import cluster_layers
-from alpa_strategy.intra_op.build import OptionTables
+from alpa_strategy.intra_op.option_tables import OptionTables
 from alpa_strategy.intra_op.problem import evaluate
 from alpa_strategy.intra_op.restrict import restrict
 from alpa_strategy.intra_op.solver.solve import solve

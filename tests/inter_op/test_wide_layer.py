@@ -22,7 +22,7 @@ from alpa_strategy.inter_op.layer_pricing import run_parts
 from alpa_strategy.inter_op.stage_costs import StageCostTask
 from alpa_strategy.inter_op.stage_problem import stage_build, take_apart, weighted
 from alpa_strategy.inter_op.subgraph import cluster_layers
-from alpa_strategy.intra_op.build import OptionTables
+from alpa_strategy.intra_op.option_tables import OptionTables
 from alpa_strategy.intra_op.problem import Problem, evaluate
 from alpa_strategy.intra_op.solver.elimination import eliminate
 from alpa_strategy.intra_op.solver.solve import solve

@@ -13,7 +13,8 @@ from torch._inductor.decomposition import select_decomp_table
 from alpa_strategy.capture.capture import capture_step
 from alpa_strategy.cluster.spec import ClusterSpec
 from alpa_strategy.cost.model import RooflineCosts
-from alpa_strategy.intra_op.build import OptionTables, build
+from alpa_strategy.intra_op.build import build
+from alpa_strategy.intra_op.option_tables import OptionTables
 from alpa_strategy.ir.optimizer_info import OptimizerInfo
 
 CLUSTER = ClusterSpec.load("dgx_h100", {"num_nodes": 1, "devices_per_node": 1})

@@ -20,7 +20,8 @@ from alpa_strategy.cluster.devices import DeviceSpec, Link
 from alpa_strategy.cluster.logical_mesh import CommTable
 from alpa_strategy.cluster.spec import ClusterSpec
 from alpa_strategy.cost.model import RooflineCosts
-from alpa_strategy.intra_op.build import OptionTables, build
+from alpa_strategy.intra_op.build import build
+from alpa_strategy.intra_op.option_tables import OptionTables
 from alpa_strategy.intra_op.problem import Problem, evaluate
 from alpa_strategy.intra_op.solver.solve import solve
 from alpa_strategy.ir.optimizer_info import OptimizerInfo

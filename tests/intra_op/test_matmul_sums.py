@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from alpa_strategy import ClusterSpec, PlanOptions, capture_step
 from alpa_strategy.cost.model import RooflineCosts
 from alpa_strategy.inter_op.stage_problem import RematSpans, take_apart
-from alpa_strategy.intra_op.build import IntraOp, OptionTables, build
+from alpa_strategy.intra_op.build import IntraOp, build
 from alpa_strategy.intra_op.memory_choices import with_recompute
+from alpa_strategy.intra_op.option_tables import OptionTables
 from alpa_strategy.ir.graph import StepGraph
 from alpa_strategy.ir.optimizer_info import OptimizerInfo
 from alpa_strategy.ir.placement import dual_layout_to_str

@@ -19,7 +19,8 @@ from alpa_strategy.cluster.spec import ClusterSpec
 from alpa_strategy.cost.model import RooflineCosts
 from alpa_strategy.inter_op.equal_layers import structure
 from alpa_strategy.inter_op.subgraph import cluster_layers
-from alpa_strategy.intra_op.build import OptionTables, build
+from alpa_strategy.intra_op.build import build
+from alpa_strategy.intra_op.option_tables import OptionTables
 from alpa_strategy.intra_op.solver.elimination import (
     Factor,
     Network,

@@ -21,8 +21,9 @@ from alpa_strategy.comm.mesh import Pending
 from alpa_strategy.comm.saved_tensor_hooks import SavedTensorHooks
 from alpa_strategy.cost.model import RooflineCosts
 from alpa_strategy.errors import PlanError
-from alpa_strategy.intra_op.build import IntraOp, OptionTables, build
+from alpa_strategy.intra_op.build import IntraOp, build
 from alpa_strategy.intra_op.decode import _forward_seconds, _gatherings, bytes_ahead
+from alpa_strategy.intra_op.option_tables import OptionTables
 from alpa_strategy.intra_op.restrict import restrict
 from alpa_strategy.intra_op.solver.solve import solve
 from alpa_strategy.ir.gathers import launched_counts

@@ -27,9 +27,9 @@ from alpa_strategy.comm.collectives import broadcast_object
 from alpa_strategy.comm.mesh import build_mesh, build_stage_meshes
 from alpa_strategy.cost.model import RooflineCosts
 from alpa_strategy.inter_op.subgraph import cluster_layers
-from alpa_strategy.intra_op.build import OptionTables
 from alpa_strategy.intra_op.build import build as build_problem
 from alpa_strategy.intra_op.decode import decode
+from alpa_strategy.intra_op.option_tables import OptionTables
 from alpa_strategy.ir.optimizer_info import OptimizerInfo
 from alpa_strategy.ir.plan import ParameterPlan, Predicted, stage_ranks
 from alpa_strategy.ir.run_step import run_step
