@@ -369,6 +369,56 @@ def seconds_of_many(
     return np.atleast_1d(np.max(list(last_end.values()), axis=0))
 
 
+@dataclass(frozen=True)
+class LongestPath:
+    """The longest path of waiting actions to the last action of a mesh."""
+
+    # Seconds from the step's start to its end.
+    seconds: float
+
+    # [stage] how many forwards and (full) backwards of a stage are on it.
+    forward: np.ndarray
+    backward: np.ndarray
+
+
+def longest_paths(
+    schedule: str,
+    forward: np.ndarray,
+    backward: np.ndarray,
+    num_microbatches: int,
+    num_meshes: int,
+    boundary: np.ndarray,
+) -> list[LongestPath]:
+    """Return the longest path to the end of each mesh.
+
+    Args:
+        forward, backward, boundary: as of `timeline`, [stage].
+
+    Raises:
+        PlanError: as of `timeline`.
+    """
+    num_stages = len(forward)
+    steps = _steps_of(schedule, num_meshes, num_microbatches, num_stages // num_meshes)
+    # A time is an array: the seconds, then how many forwards and backwards of each stage they are.
+    counts = np.eye(2 * num_stages)
+    of_forward = np.column_stack([forward, counts[:num_stages]])
+    of_backward = np.column_stack([backward, counts[num_stages:]])
+    of_links = np.column_stack([boundary, np.zeros((len(boundary), 2 * num_stages))])
+
+    def latest(one: np.ndarray, other: np.ndarray) -> np.ndarray:
+        return one if one[0] >= other[0] else other
+
+    times = timed_steps(steps, list(of_forward), list(of_backward), list(of_links), latest)
+    last_end: dict[int, np.ndarray] = {}
+    for numbers, (_, end) in zip(steps.numbers, times, strict=True):
+        last_end[numbers[0]] = end
+    paths = []
+    for mesh in range(num_meshes):
+        seconds, stages = last_end[mesh][0], last_end[mesh][1:]
+        paths.append(LongestPath(float(seconds), stages[:num_stages], stages[num_stages:]))
+    return paths
+
+
 # An entry takes megabytes if there are many micro-batches.
 @lru_cache(maxsize=4)
 def _in_order(

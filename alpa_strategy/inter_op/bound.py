@@ -19,6 +19,7 @@ import numpy as np
 
 from alpa_strategy.inter_op import stage_costs
 from alpa_strategy.inter_op.floors import StageFloors
+from alpa_strategy.inter_op.split_bound import EqualMeshPipelines, kinds_of, least_over_splits
 from alpa_strategy.inter_op.stage_costs import StageCostTask
 from alpa_strategy.inter_op.stage_dp import StageTables
 from alpa_strategy.inter_op.stage_space import StageSpace
@@ -44,9 +45,9 @@ def step_bound(space: StageSpace) -> float:
     `space`.
     """
     job = space.job
-    costs = _costs(space, "least")
+    costs = _costs(space, ("least", "least_each"))
     # Of schedules that split the backward: sums over devices then take their full time.
-    costs_apart = _costs(space, "least_apart")
+    costs_apart = _costs(space, ("least_apart", "least_each_apart"))
     pinned, D = job.options.schedule, job.cluster.num_devices
     names = (
         [pinned]
@@ -78,7 +79,7 @@ def step_bound(space: StageSpace) -> float:
             break
         fitting = max(least, _mean_work(costs_of(*kind), *kind))
         if fitting < best:
-            best = min(best, max(fitting, _simulated(costs_of(*kind), *kind)))
+            best = min(best, max(fitting, _simulated(costs_of(*kind), *kind, best)))
     return best if math.isfinite(best) else 0.0
 
 
@@ -141,11 +142,12 @@ class _Costs:
         return np.maximum(self.work[..., chosen], visible * floors + beside)
 
 
-def _costs(space: StageSpace, least: str) -> _Costs:
+def _costs(space: StageSpace, names: tuple[str, str]) -> _Costs:
     """Return the least seconds of every run of layers, for the bound on all pipelines.
 
     Args:
-        least: the field of `LayerRangeCosts` with the least seconds of layers.
+        names: the fields of `LayerRangeCosts` with the least seconds of layers, of a step and of a
+            micro-batch.
     """
     job = space.job
     tables = space.tables
@@ -153,8 +155,9 @@ def _costs(space: StageSpace, least: str) -> _Costs:
     B = job.num_microbatches
     overlap = job.cluster.overlap
     # [layer, submesh]
-    each_microbatch = np.stack([r.least_each for r in space.runs], axis=1)
-    work = np.stack([getattr(r, least) for r in space.runs], axis=1)
+    of_step, of_microbatch = names
+    work = np.stack([getattr(runs, of_step) for runs in space.runs], axis=1)
+    each_microbatch = np.stack([getattr(runs, of_microbatch) for runs in space.runs], axis=1)
     exists = np.isfinite(work)
     work, each_microbatch = np.where(exists, work, 0.0), np.where(exists, each_microbatch, 0.0)
     # Reductions hide beside the last micro-batch's backward.
@@ -402,21 +405,22 @@ def _mean_work(costs: _Costs, name: str, v: int, index: int) -> float:
     return float(least[L]) / ranks
 
 
-def _simulated(costs: _Costs, name: str, v: int, index: int) -> float:
+def _simulated(costs: _Costs, name: str, v: int, index: int, known: float) -> float:
     """Return the least simulated seconds of a step, over all ways to split the layers into v stages
     on each of equal meshes.
 
-    0 if there are too many ways to simulate; inf if none of them is possible.
+    A lower bound if there are too many ways to simulate; inf if none of them is possible.
 
     Args:
         name: of the schedule.
         index: of the submesh.
+        known: seconds; a bound that is at least as large need not be better.
     """
     B, L = costs.job.num_microbatches, costs.job.num_layers
     ranks = costs.job.cluster.num_devices // int(costs.sizes[index])
     stages = ranks * v
     if math.comb(L - 1, stages - 1) * stages * B > MAX_ENTRIES:
-        return 0.0
+        return _over_all_splits(costs, name, v, index, known)
     # [pipeline, stage]
     inner = np.array(list(combinations(range(1, L), stages - 1)))
     first = np.pad(inner, ((0, 0), (1, 0)))
@@ -438,3 +442,23 @@ def _simulated(costs: _Costs, name: str, v: int, index: int) -> float:
     forward = seconds / 3 + costs.overhead / 6
     end = seconds_of_many(name, forward, seconds - forward, B, ranks, wires / 2)
     return float((end + v * (work - B * seconds).max(axis=1)).min())
+
+
+def _over_all_splits(costs: _Costs, name: str, v: int, index: int, known: float) -> float:
+    """Return `least_over_splits` of v stages on each of equal meshes. Args: as of `_simulated`."""
+    job = costs.job
+    layers = np.arange(job.num_layers)
+    seconds = costs.seconds[layers, layers + 1, index] - costs.overhead
+    beside = job.num_microbatches * costs.overhead
+    work = costs.work[layers, layers + 1, index] - beside
+    once = np.maximum(work - job.num_microbatches * seconds, 0.0)
+
+    ranks = job.cluster.num_devices // int(costs.sizes[index])
+    # A stage may end at any cut.
+    wire = float(costs.wires[1:-1, index].min())
+    near = float(costs.near[1:-1, index].min())
+    wires = np.full(ranks * v, wire if job.cluster.is_uniform else near)
+    if SCHEDULES[name].is_folded:
+        wires[ranks - 1] = near
+    pipelines = EqualMeshPipelines(name, ranks, v, job.num_microbatches, costs.overhead, wires / 2)
+    return least_over_splits(pipelines, kinds_of(seconds, once), known)

@@ -16,6 +16,7 @@ from alpa_strategy.inter_op.layer_matrix import (
     LayerProblem,
     Part,
     Price,
+    floor_of,
     follow_leaders,
     layer_matrix,
     passing_seconds,
@@ -71,7 +72,8 @@ class PricedLayers:
     # Seconds per byte of a step in the fastest layouts.
     scale: float
 
-    # [layer] lower bounds of a step's seconds where sums do not overlap with matmuls.
+    # [layer, 2] lower bounds where sums do not overlap with matmuls: seconds of a step, and of a
+    # micro-batch.
     least_apart: np.ndarray
 
     def runs(self) -> Runs:
@@ -139,7 +141,7 @@ def _matrix_at(
 def _least_apart(
     job: "StageCostTask", unpriced: UnpricedLayers, matrices: Sequence[LayerMatrix]
 ) -> np.ndarray:
-    """Return [layer] lower bounds of a step's seconds where sums do not overlap with matmuls.
+    """Return `PricedLayers.least_apart`.
 
     Args:
         matrices: of each kind, at `FREE_MEMORY`.
@@ -149,7 +151,15 @@ def _least_apart(
         matrix = matrices[kind]
         if any("overlapped" in costs.nonzero for costs in problem.transfers):
             matrix = _matrix_at(job, unpriced, kind, [FREE_MEMORY._replace(overlaps=False)])
-        least.append(float(matrix.floors()[0]))
+        # [entering layout, leaving layout]
+        objective = matrix.objective[0]
+        best = np.unravel_index(objective.argmin(), objective.shape)
+        parts = matrix.parts[0][best]
+        seconds = parts[Part.FORWARD] + parts[Part.BACKWARD] + parts[Part.OVERLAPPED]
+        excess = matrix.excess[0]
+        of_step = floor_of(objective[best], excess)
+        of_microbatch = floor_of(seconds, excess / job.num_microbatches)
+        least.append((float(of_step), float(of_microbatch)))
     return np.array([least[kind] for kind in unpriced.kinds])
 
 

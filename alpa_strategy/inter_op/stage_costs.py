@@ -72,8 +72,9 @@ class LayerRangeCosts:
     # [layer] likewise, seconds per micro-batch.
     least_each: np.ndarray
 
-    # [layer] as `least`, under schedules where sums do not overlap with matmuls.
+    # [layer] as `least` and `least_each`, under schedules where sums do not overlap with matmuls.
     least_apart: np.ndarray
+    least_each_apart: np.ndarray
 
     seconds: np.ndarray
     once: np.ndarray
@@ -257,7 +258,7 @@ def run_costs(
     scales: list[float] = []
     least = np.full(num_layers, np.inf)
     least_each = np.full(num_layers, np.inf)
-    least_apart = np.full(num_layers, np.inf)
+    least_apart = np.full((num_layers, 2), np.inf)
     for shape in shapes:
         priced = priced_layers(job, submesh, shape, prices)
         runs = priced.runs()
@@ -277,7 +278,8 @@ def run_costs(
         scales.append(priced.scale)
 
     cheapest = _candidates_of_runs(job, of_shapes)
-    costs = LayerRangeCosts(shapes, least, least_each, least_apart, *cheapest)
+    of_step, of_microbatch = least_apart[:, 0], least_apart[:, 1]
+    costs = LayerRangeCosts(shapes, least, least_each, of_step, of_microbatch, *cheapest)
 
     floor_prices, floor_seconds, floor_always, floor_working = side_by_side(floors, num_layers)
     return replace(
@@ -375,6 +377,7 @@ def free_runs(job: StageCostTask, submesh: tuple[int, int]) -> LayerRangeCosts:
         least=per_layer,
         least_each=per_layer,
         least_apart=per_layer,
+        least_each_apart=per_layer,
         seconds=seconds,
         once=zero,
         always=zero,

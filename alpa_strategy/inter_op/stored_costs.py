@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 # Arrays [first layer, last + 1, candidate] of a LayerRangeCosts, and those with an entry per layer.
 PER_RUN = ("seconds", "once", "always", "in_flight", "at_update", "overlapped", "shape", "remat")
-PER_LAYER = ("least", "least_each", "least_apart")
+PER_LAYER = ("least", "least_each", "least_apart", "least_each_apart")
 # Arrays of a LayerRangeCosts by logical mesh.
 FLOORS = ("floor_prices", "floor_seconds", "floor_always", "floor_working", "scale")
 # Numbers of a StageCost, beside `again`.

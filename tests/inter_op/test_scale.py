@@ -114,6 +114,7 @@ def bound_of(
             least[:, a],
             each_microbatch[:, a],
             least[:, a],
+            each_microbatch[:, a],
             *[np.zeros(0)] * 8,
             *floors[a],
         )
