@@ -148,12 +148,14 @@ def changed_request(request: FitRequest, flag: str, value: str) -> FitRequest:
     Raises:
         OptionError: a number is expected, and `value` is none.
     """
-    name = REQUEST_FLAGS[flag]
+    changed: dict[str, Any] = {}
     if flag in ("optimizer", "precision"):
-        return replace(request, **{name: value})
-    if not value.isdigit():
+        changed[REQUEST_FLAGS[flag]] = value
+    elif value.isdigit():
+        changed[REQUEST_FLAGS[flag]] = int(value)
+    else:
         raise OptionError(f"{flag}={value} is no whole number", f"write {flag}=16, or {flag}=2x")
-    return replace(request, **{name: int(value)})
+    return replace(request, **changed)
 
 
 def read_options(overrides: Sequence[str]) -> PlanOptions:
