@@ -3,7 +3,7 @@
 import argparse
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -13,16 +13,26 @@ from rich.text import Text
 
 from alpa_strategy.cluster.load import read_cluster_yaml
 from alpa_strategy.cluster.spec import ClusterSpec
-from alpa_strategy.commands.recipe_task import planned_recipe, split_overrides
+from alpa_strategy.commands.recipe_task import captured_recipe, check_plannable, split_overrides
 from alpa_strategy.display.console import make_console, plain
 from alpa_strategy.display.difference import change, difference_table, num_devices, stages_text
 from alpa_strategy.display.findings import findings
 from alpa_strategy.display.plan_words import assumed_rates_text
 from alpa_strategy.display.progress import Progress
 from alpa_strategy.errors import OptionError, PlanError, did_you_mean
-from alpa_strategy.fit.command import check_is_recipe
+from alpa_strategy.fit.command import (
+    REQUEST_FLAGS,
+    add_request_arguments,
+    changed_request,
+    check_is_recipe,
+    fit_request,
+    is_by_name,
+    read_options,
+)
+from alpa_strategy.fit.request import FitRequest
 from alpa_strategy.ir.plan import Plan
 from alpa_strategy.ir.plan_details import Origin, details_of_file
+from alpa_strategy.loading import rare_collections
 from alpa_strategy.recipe import KEYS, load_recipe
 from alpa_strategy.units import format_bytes, format_rate, format_seconds
 
@@ -46,8 +56,9 @@ def add_arguments(whatif: argparse.ArgumentParser) -> None:
         required=True,
         metavar="KEY=VALUE",
         help="a field of the cluster or recipe: inter_node.bandwidth=2x (twice as much),"
-        " devices=16, data.batch_size=64; may be repeated",
+        " devices=16, data.batch_size=64; of hf:PATH seq=2x or batch=64 too; may be repeated",
     )
+    add_request_arguments(whatif)
 
 
 @dataclass(frozen=True)
@@ -58,13 +69,21 @@ class Variation:
     to_cluster: Mapping[str, Any] = field(default_factory=dict)
     overrides: tuple[str, ...] = ()
 
+    # Of a model by name, in place of a recipe.
+    request: FitRequest | None = None
+
+
+# The task of a variation, and a function that plans it.
+Planning = tuple["PlanTask", Callable[[], Plan]]
+
 
 def run(arguments: argparse.Namespace) -> int:
     """Plan as it is, with each change alone and with all of them; print what changes and why."""
     origin = _origin(arguments)
-    check_is_recipe(origin.recipe)
     to_cluster, overrides = split_overrides(origin.overrides)
-    base = Variation("as it is", to_cluster, tuple(overrides))
+    base = Variation("as it is", to_cluster, tuple(overrides), _request(arguments, to_cluster))
+    if base.request is None:
+        check_is_recipe(origin.recipe)
     variations = [base]
     if len(arguments.changes) > 1:
         for text in arguments.changes:
@@ -73,28 +92,68 @@ def run(arguments: argparse.Namespace) -> int:
     label = arguments.changes[0] if is_one else "all of them"
     variations.append(_varied(origin, base, arguments.changes, label))
 
-    progress = Progress()
-    plans: list[Plan] = []
+    planning_of = _planner(origin, Progress())
+    plans: list[Plan | None] = []
     unchanged: list[UnchangedPlan] = []
-    for variation in variations:
-        cluster = ClusterSpec.load(origin.cluster, dict(variation.to_cluster))
-        plan, task = planned_recipe(origin.recipe, cluster, variation.overrides, progress)
-        plans.append(plan)
-        unchanged.append(_unchanged(task, plans[0]))
+    failure: PlanError | None = None
+    with rare_collections():
+        for variation in variations:
+            task, make_plan = planning_of(variation)
+            failure = None
+            try:
+                plans.append(make_plan())
+            except PlanError as error:
+                plans.append(None)
+                failure = error
+            unchanged.append(_unchanged(task, plans[0]))
 
     console = make_console()
     console.print(_overview(variations, plans, unchanged))
     for warning in _warnings(variations, plans):
         console.print(Text.assemble(("warning", "yellow"), "  ", plain(warning)))
-    console.print(difference_table(["as it is", "changed"], plans[0], plans[-1]))
-    for line in _reasons(plans[0], plans[-1], unchanged[-1]):
+    if failure is not None:
+        raise failure
+    before, after = plans[0], plans[-1]
+    assert after is not None
+    if before is None:
+        for line in ("There is no plan as it is; with the change there is one.", *findings(after)):
+            console.print(plain(f"- {line}", keeps_lines=True))
+        return 0
+    console.print(difference_table(["as it is", "changed"], before, after))
+    for line in _reasons(before, after, unchanged[-1]):
         console.print(plain(f"- {line}", keeps_lines=True))
     return 0
 
 
+def _request(arguments: argparse.Namespace, to_cluster: Mapping[str, Any]) -> FitRequest | None:
+    """Return what is asked of a model by name; None: it is a recipe or a stored plan."""
+    if not is_by_name(arguments.recipe):
+        return None
+    return fit_request(arguments, ClusterSpec.load(arguments.cluster, dict(to_cluster)))
+
+
+def _planner(origin: Origin, progress: Progress) -> Callable[[Variation], Planning]:
+    """Return a function from a variation to its task and what plans it."""
+    from alpa_strategy.fit.variation import CapturedRequests
+    from alpa_strategy.planner.planner import plan_captured
+
+    requests = CapturedRequests(progress)
+
+    def planning_of(variation: Variation) -> Planning:
+        cluster = ClusterSpec.load(origin.cluster, dict(variation.to_cluster))
+        if variation.request is not None:
+            return requests.planning(variation.request, cluster, variation.overrides)
+        recipe = load_recipe(origin.recipe, variation.overrides)
+        check_plannable(recipe)
+        captured = captured_recipe(recipe, cluster, progress)
+        return captured.task, lambda: plan_captured(captured)
+
+    return planning_of
+
+
 def _origin(arguments: argparse.Namespace) -> Origin:
     """Return what is varied: a recipe on a cluster, or what a stored plan was made from."""
-    if arguments.recipe.endswith(".json"):
+    if arguments.recipe.endswith(".json") and not is_by_name(arguments.recipe):
         plan = Plan.load(arguments.recipe)
         details = details_of_file(arguments.recipe, plan)
         if details is None or details.origin is None:
@@ -121,22 +180,29 @@ def _varied(origin: Origin, base: Variation, changes: Sequence[str], label: str)
     """
     to_cluster = dict(base.to_cluster)
     overrides = list(base.overrides)
+    request = base.request
     for text in changes:
         key, equals, value = text.partition("=")
         if not equals or not value:
             raise OptionError(
                 f"--set {text!r} is not of the form KEY=VALUE", "write inter_node.bandwidth=2x"
             )
-        if key.split(".")[0] in _RECIPE_KEYS:
+        if request is not None and key in REQUEST_FLAGS:
+            present = {flag: getattr(request, name) for flag, name in REQUEST_FLAGS.items()}
+            request = changed_request(request, key, _value(text, value, present, key))
+        elif key.split(".")[0] in _RECIPE_KEYS:
             name = re.sub(r"^plan\.", "strategy.", key)
-            known = vars(load_recipe(origin.recipe, overrides))
+            if request is None:
+                known = vars(load_recipe(origin.recipe, overrides))
+            else:
+                known = {"strategy": vars(read_options(overrides))}
             overrides.append(f"{name}={_value(text, value, known, name)}")
         elif key == "devices":
             to_cluster.update(_sized(origin, to_cluster, text, value))
         else:
             known, _ = read_cluster_yaml(origin.cluster, to_cluster)
             to_cluster[key] = _value(text, value, known, key)
-    return Variation(label, to_cluster, tuple(overrides))
+    return Variation(label, to_cluster, tuple(overrides), request)
 
 
 def _value(text: str, value: str, known: Mapping[str, Any], key: str) -> str:
@@ -200,10 +266,12 @@ class UnchangedPlan:
         return self.seconds is not None and self.peak_bytes <= self.memory_limit
 
 
-def _unchanged(task: "PlanTask", plan: Plan) -> UnchangedPlan:
+def _unchanged(task: "PlanTask", plan: Plan | None) -> UnchangedPlan:
     """Return the step of the changed task with the unchanged plan."""
     from alpa_strategy.planner.plan_stages import cost_on
 
+    if plan is None:
+        return UnchangedPlan(problem="there is none")
     before, after = num_devices(plan), task.cluster.num_devices
     if before != after:
         return UnchangedPlan(problem=f"it is for {before} devices, not for {after}")
@@ -215,13 +283,15 @@ def _unchanged(task: "PlanTask", plan: Plan) -> UnchangedPlan:
 
 
 def _overview(
-    variations: Sequence[Variation], plans: Sequence[Plan], unchanged: Sequence[UnchangedPlan]
+    variations: Sequence[Variation],
+    plans: Sequence[Plan | None],
+    unchanged: Sequence[UnchangedPlan],
 ) -> Table:
     """Return a table with a row for each variation.
 
     Args:
         variations: what was changed.
-        plans: the best plan under each, the unchanged one first.
+        plans: the best plan under each, the unchanged one first; None: nothing fits.
         unchanged: the unchanged plan under each.
     """
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
@@ -229,14 +299,18 @@ def _overview(
     table.add_column("", max_width=MAX_LABEL, overflow="fold")
     for column in ("step", "", "samples/s", "memory", "plan kept"):
         table.add_column(column, justify="right", no_wrap=True)
-    first = plans[0].predicted.step_seconds
+    first = 0.0 if plans[0] is None else plans[0].predicted.step_seconds
     for variation, plan, old in zip(variations, plans, unchanged, strict=True):
+        if plan is None:
+            no_plan = Text("no plan", "red")
+            table.add_row(plain(variation.label), no_plan, "", "", "", _unchanged_cell(old))
+            continue
         step = plan.predicted.step_seconds
         rate = None if plan.figures is None else plan.figures.samples_per_second(step)
         table.add_row(
             plain(variation.label),
             format_seconds(step),
-            change(first, step),
+            change(first, step) if first else "",
             "" if rate is None else format_rate(rate),
             format_bytes(plan.predicted.peak_bytes),
             _unchanged_cell(old),
@@ -244,11 +318,11 @@ def _overview(
     return table
 
 
-def _warnings(variations: Sequence[Variation], plans: Sequence[Plan]) -> list[str]:
+def _warnings(variations: Sequence[Variation], plans: Sequence[Plan | None]) -> list[str]:
     """Return what is assumed of the rates of the devices, with the variations that it is for."""
     labels: dict[str, list[str]] = {}
     for variation, plan in zip(variations, plans, strict=True):
-        text = assumed_rates_text(plan)
+        text = "" if plan is None else assumed_rates_text(plan)
         if text:
             labels.setdefault(text, []).append(variation.label)
     return [f"{', '.join(of)}: {text}" for text, of in labels.items()]

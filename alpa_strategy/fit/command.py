@@ -2,6 +2,7 @@
 
 import argparse
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from omegaconf import OmegaConf
@@ -16,17 +17,37 @@ from alpa_strategy.errors import OptionError
 from alpa_strategy.fit.optimizers import OPTIMIZERS
 from alpa_strategy.fit.request import MAX_CHANGES, PRECISIONS, PREFIX, FitRequest
 from alpa_strategy.ir.plan import Plan
+from alpa_strategy.loading import rare_collections
 from alpa_strategy.options import PlanOptions
 
 if TYPE_CHECKING:
     from alpa_strategy.planner.task import PlanTask
 
+# Fields of FitRequest, by the names of their flags.
+REQUEST_FLAGS = {
+    "seq": "sequence_length",
+    "batch": "batch_size",
+    "lora": "lora_rank",
+    "optimizer": "optimizer",
+    "precision": "precision",
+}
+
 
 def add_fit_arguments(plan: argparse.ArgumentParser) -> None:
     """Add the flags of `alpa plan hf:...`."""
-    flags = plan.add_argument_group(
+    flags = add_request_arguments(plan)
+    flags.add_argument(
+        "--changes", type=int, default=MAX_CHANGES, metavar="N", help="nearest changes to plan (3)"
+    )
+    flags.add_argument("--sweep", metavar="devices=8,16", help="plan several numbers of devices")
+    flags.add_argument("--picture", metavar="OUT.svg", help="with --sweep: write a picture")
+
+
+def add_request_arguments(command: argparse.ArgumentParser) -> argparse._ArgumentGroup:
+    """Add the flags that say what is asked of a model by name, and return their group."""
+    flags = command.add_argument_group(
         "hf:PATH as RECIPE",
-        "plan a model of Hugging Face by its config.json: no weights, no recipe",
+        "a model of Hugging Face by its config.json: no weights, no recipe",
     )
     flags.add_argument("--seq", type=int, default=4096, metavar="T", help="tokens (4096)")
     flags.add_argument(
@@ -39,11 +60,7 @@ def add_fit_arguments(plan: argparse.ArgumentParser) -> None:
     flags.add_argument(
         "--precision", default="bf16-mixed", metavar="P", help=f"one of {', '.join(PRECISIONS)}"
     )
-    flags.add_argument(
-        "--changes", type=int, default=MAX_CHANGES, metavar="N", help="nearest changes to plan (3)"
-    )
-    flags.add_argument("--sweep", metavar="devices=8,16", help="plan several numbers of devices")
-    flags.add_argument("--picture", metavar="OUT.svg", help="with --sweep: write a picture")
+    return flags
 
 
 def is_by_name(recipe: str) -> bool:
@@ -59,9 +76,9 @@ def check_is_recipe(recipe: str) -> None:
     """
     if is_by_name(recipe):
         raise OptionError(
-            f"{recipe} is no recipe, and only `alpa plan` and `alpa show` know models by name",
-            f"plan it with the other flags (alpa plan {recipe} --cluster CLUSTER --seq 16384"
-            " --batch 16 -o OTHER.json), and see what differs with `alpa diff`",
+            f"{recipe} is no recipe, and only `alpa plan` and `alpa whatif` know models by name",
+            f"ask with the flags that it was planned with: alpa whatif {recipe} --cluster CLUSTER"
+            " --seq 8192 --batch 16 --set seq=2x",
         )
 
 
@@ -87,10 +104,11 @@ def plan_by_name(
     console = make_console()
     if options.costs is None:
         warn_of_rates(console, request.precision, cluster)
-    case = FitCase(captured(request, cluster.num_devices, progress), cluster, options)
-    if arguments.sweep:
-        return answer_sweep(case, arguments.sweep, arguments.picture, progress, console)
-    return answer_fit(case, arguments.changes, progress, console)
+    with rare_collections():
+        case = FitCase(captured(request, cluster.num_devices, progress), cluster, options)
+        if arguments.sweep:
+            return answer_sweep(case, arguments.sweep, arguments.picture, progress, console)
+        return answer_fit(case, arguments.changes, progress, console)
 
 
 def warn_of_rates(console: Console, precision: str, cluster: ClusterSpec) -> None:
@@ -122,6 +140,22 @@ def fit_request(arguments: argparse.Namespace, cluster: ClusterSpec) -> FitReque
         optimizer=arguments.optimizer,
         precision=arguments.precision,
     )
+
+
+def changed_request(request: FitRequest, flag: str, value: str) -> FitRequest:
+    """Return the request with another value of one of `REQUEST_FLAGS`.
+
+    Raises:
+        OptionError: a number is expected, and `value` is none.
+    """
+    changed: dict[str, Any] = {}
+    if flag in ("optimizer", "precision"):
+        changed[REQUEST_FLAGS[flag]] = value
+    elif value.isdigit():
+        changed[REQUEST_FLAGS[flag]] = int(value)
+    else:
+        raise OptionError(f"{flag}={value} is no whole number", f"write {flag}=16, or {flag}=2x")
+    return replace(request, **changed)
 
 
 def read_options(overrides: Sequence[str]) -> PlanOptions:

@@ -89,7 +89,7 @@ def test_parts_of_memory_sum_to_the_peak(
 
     # Its plan names no recipe that could be planned once more.
     assert main(["whatif", str(file), "--set", "devices=4"]) == 2
-    assert f"alpa plan hf:{folder}" in capsys.readouterr().err
+    assert f"alpa whatif hf:{folder}" in capsys.readouterr().err
 
 
 def test_lora_trains_adapters_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -137,6 +137,42 @@ def test_missing_files_are_one_message(tmp_path: Path, capsys: pytest.CaptureFix
         code, out = run(capsys, f"hf:{source}", *SMALL)
         assert code == 2
         assert "what to do" in out
+
+
+def test_whatif_answers_for_a_longer_sequence_and_a_faster_network(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = write_config(tmp_path / "tiny") / "config.json"
+    asked = [*CLUSTER, "cluster.devices_per_node=2", "--seq", "64", "--batch", "4"]
+    changes = ["--set", "seq=2x", "--set", "intra_node.bandwidth=2x"]
+    assert main(["whatif", f"hf:{file}", *asked, *changes]) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    for words in ("as it is", "seq=2x", "intra_node.bandwidth=2x", "all of them"):
+        assert words in out
+    assert "The plan as it is would take" in out
+
+
+def test_whatif_says_that_a_change_does_not_fit(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = write_config(tmp_path / "tiny")
+    asked = [*CLUSTER, "cluster.devices_per_node=2", "--seq", "64", "--batch", "4"]
+    assert main(["whatif", f"hf:{folder}", *asked, "--set", "plan.memory_limit=1MiB"]) == 2
+    captured = capsys.readouterr()
+    assert "no plan" in captured.out
+    assert "no plan fits: at least" in captured.err
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [("seq=long", "no whole number"), ("lora=2x", "no multiple"), ("model.lr=1", "for recipes")],
+)
+def test_changes_of_a_model_by_name_that_cannot_be_are_one_message(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], change: str, words: str
+) -> None:
+    folder = write_config(tmp_path / "tiny")
+    assert main(["whatif", f"hf:{folder}", *ASKED, "--set", change]) == 2
+    assert words in " ".join(capsys.readouterr().err.split())
 
 
 @pytest.mark.slow
