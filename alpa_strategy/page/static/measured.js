@@ -19,7 +19,7 @@
     shown.sort((a, b) => place(a[0]) - place(b[0]) || a[0].localeCompare(b[0]));
     const rows = shown.map(([name, seconds, predicted]) => [NAMES[name] || alpa.text(name.replace(/_/g, "-")),
       alpa.seconds(seconds), predicted === null ? "" : alpa.seconds(predicted), alpa.ratio(seconds, predicted)]);
-    rows.push([el("strong", {}, "step"), alpa.seconds(measured.profiled), alpa.seconds(measured.predicted), alpa.ratio(measured.profiled, measured.predicted)]);
+    rows.push([el("strong", {}, "step"), alpa.seconds(measured.profiled), alpa.seconds(measured.profilePredicted), alpa.ratio(measured.profiled, measured.profilePredicted)]);
     return alpa.table(["part of the step", "#measured", "#predicted", "#against it"], rows);
   }
 
@@ -43,10 +43,9 @@
     if (!measured || !measured.parts) return null;
     const [first, last] = measured.steps;
     const where = plan.busiest ? `, ${alpa.text(plan.busiest)}` : "";
-    const other = measured.step ? ` Steps that are not profiled take ${alpa.seconds(measured.step)}.` : "";
     return el("section", { class: "card", "aria-label": "measured" },
       el("div", { class: "section-head" }, el("h2", {}, "Measured beside predicted"), el("span", { class: "soft" }, `steps ${first} to ${last}${where}`)),
       parts(plan),
-      el("p", { class: "hint" }, `Profiled steps are slower: recording takes time.${other} Predicted: ${measured.prediction}. Trace for ui.perfetto.dev: `, el("span", { class: "mono" }, alpa.text(measured.trace))));
+      el("p", { class: "hint" }, `${alpa.text(measured.profileNotes)} Trace for ui.perfetto.dev: `, el("span", { class: "mono" }, alpa.text(measured.trace))));
   };
 })();
