@@ -102,7 +102,7 @@ def prediction_text(seconds: float, planned_seconds: float) -> str:
         changed = f"{planned} of the plan + {difference} that the Trainer's loop and loader add"
     else:
         changed = f"{planned} of the plan - {difference} that the Trainer's loop and loader save"
-    return f"{shown} ({changed}, as measured in this job)"
+    return f"{shown} ({changed}, as the run has measured)"
 
 
 def measured_line(

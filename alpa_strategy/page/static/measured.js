@@ -28,7 +28,8 @@
     const measured = plan.measured;
     if (!measured || !measured.timeline || !measured.timeline.actions.length) return [alpa.timeline(plan)];
     const stages = plan.stages.map((stage) => ({ ...stage, once: 0, ops: [], parameters: [] }));
-    const run = { ...plan, number: `measured ${plan.number}`, detailed: false, stages, timeline: measured.timeline };
+    // Nothing of the prediction is beside the measured step.
+    const run = { ...plan, number: `measured ${plan.number}`, detailed: false, stages, timeline: measured.timeline, step: null, parts: [] };
     const ends = [plan, run].map((of) => (alpa.stepOf(of) || { end: 0 }).end);
     const shared = { total: Math.max(...ends), moved: () => {} };
     const lanes = alpa.timeline(run, shared);
