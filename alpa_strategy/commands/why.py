@@ -11,6 +11,7 @@ from rich.text import Text
 
 from alpa_strategy.display.console import make_console, plain
 from alpa_strategy.display.progress import Progress
+from alpa_strategy.ir.measured_steps import measured_of_file
 from alpa_strategy.ir.plan_details import Explanation, LayoutChoice, PlanDetails, details_path
 from alpa_strategy.page.page import page_path, plan_page
 from alpa_strategy.units import format_bytes, format_seconds
@@ -43,7 +44,8 @@ def run(arguments: argparse.Namespace) -> int:
     page = page_path(arguments.plan)
     if page.exists():
         name = Path(arguments.plan).name
-        page.write_text(plan_page(stored.plan, details, name), encoding="utf-8")
+        measured = measured_of_file(arguments.plan, stored.plan)
+        page.write_text(plan_page(stored.plan, details, name, measured), encoding="utf-8")
     return 0
 
 

@@ -10,8 +10,9 @@ from rich.table import Table
 from rich.text import Text
 
 from alpa_strategy.display.console import plain
+from alpa_strategy.display.plan_words import batch_words
 from alpa_strategy.display.table import collapse_indices, mesh_text, step_parts
-from alpa_strategy.ir.plan import Plan, modes_text, stages_by_devices
+from alpa_strategy.ir.plan import Plan, TaskFigures, modes_text, stages_by_devices
 from alpa_strategy.units import format_bytes, format_seconds
 
 # Ratios that differ from 1 by less are drawn as equal.
@@ -64,11 +65,18 @@ def _add_texts(table: Table, before: Plan, after: Plan) -> None:
         ("schedule", lambda plan: plan.schedule),
         ("meshes", meshes_of),
         ("recomputed", _recomputed),
-        ("precision", lambda plan: "" if plan.figures is None else plan.figures.precision),
+        ("batch", lambda plan: batch_words(_figures(plan))),
+        ("precision", lambda plan: _figures(plan).precision),
+        ("optimizer", lambda plan: _figures(plan).optimizer_name),
     ]
     for name, text_of in facts:
         old, new = text_of(before), text_of(after)
         table.add_row(name, plain(old), plain(new), "" if old == new else "differs")
+
+
+def _figures(plan: Plan) -> TaskFigures:
+    """Return the figures of a plan's task; those of an older plan file are not known."""
+    return plan.figures or TaskFigures()
 
 
 def change(old: float, new: float) -> Text:

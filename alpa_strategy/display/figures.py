@@ -16,6 +16,7 @@ from alpa_strategy.display.plan_words import (
     peak_text,
     plan_words,
     rates_text,
+    task_words,
 )
 from alpa_strategy.display.table import (
     baselines_text,
@@ -79,6 +80,9 @@ def figures_table(
     # The seconds of an eager step are not known.
     if not plan.is_eager:
         table.add_row("plan", plan_words(plan))
+        made_for = task_words(plan)
+        if made_for:
+            table.add_row("for", plain(made_for))
         _add_step(table, plan)
     table.add_row("memory", _memory(plan, memory_limit, process_bytes))
     if not plan.is_eager:

@@ -31,11 +31,14 @@ _MEANINGS = {
 _LEAST_SHARE = 0.001
 
 
-def plan_in_run(plan: Plan, measured: MeasuredSteps) -> Plan:
-    """Return the plan with the prediction that the run is compared to: the Trainer's loop takes as
+def plan_in_run(plan: Plan, seconds: float | None) -> Plan:
+    """Return the plan with the prediction that a run is compared to: the Trainer's loop takes as
     long as the run has measured.
+
+    Args:
+        plan: of the run.
+        seconds: predicted for a step of the run; None: as planned.
     """
-    seconds = measured.predicted_seconds
     if seconds is None:
         return plan
     planned = plan.predicted
@@ -66,7 +69,7 @@ def predicted_parts(plan: Plan) -> dict[str, float]:
         parts["boundaries"] = stage.boundary_seconds * plan.num_microbatches
     parts["optimizer"] = of_stage.optimizer_seconds
     parts["host"] = totals.get("host", 0.0)
-    if plan.is_pipelined:
+    if len(plan.stages) > 1:
         parts["waiting"] = max(0.0, plan.predicted.step_seconds - sum(parts.values()))
     return parts
 
@@ -112,7 +115,7 @@ def measured_table(measured: MeasuredSteps, plan: Plan) -> RenderableType:
     profiled = measured.profiled
     if profiled is None:
         return _step_line(measured, plan)
-    in_run = plan_in_run(plan, measured)
+    in_run = plan_in_run(plan, measured.profile_predicted_seconds)
     of_plan = predicted_parts(in_run)
     of_run = measured_parts(profiled, plan)
     table = Table(box=None, padding=(0, 2), pad_edge=False, header_style="bold")
@@ -135,20 +138,35 @@ def measured_table(measured: MeasuredSteps, plan: Plan) -> RenderableType:
         where = f" {busiest_text(plan)}"
     last = profiled.first + profiled.count - 1
     title = f"alpa profiled steps {profiled.first} to {last}{where}"
+    return Group(plain(title, "bold"), table, plain(profile_notes(measured, plan), "dim"))
+
+
+def profile_notes(measured: MeasuredSteps, plan: Plan) -> str:
+    """Return what is to be known beside the table of profiled steps: of which run they are, and
+    what was predicted for them.
+
+    Args:
+        measured: of a run of the plan, with a profile.
+        plan: with the predictions.
+    """
+    is_earlier = measured.earlier_predicted_seconds is not None
     notes = "Profiled steps are slower: recording takes time."
+    if is_earlier:
+        notes = f"An earlier run was profiled, with a loop and loader of its own. {notes}"
+    planned = plan.predicted.step_seconds
+    predicted = measured.profile_predicted_seconds
+    if predicted is not None and format_seconds(predicted) != format_seconds(planned):
+        notes += f" Predicted are {prediction_text(predicted, planned)}."
     if measured.step_seconds is not None:
-        notes += f" Other steps take {format_seconds(measured.step_seconds)}."
-    planned = format_seconds(plan.predicted.step_seconds)
-    if step is not None and format_seconds(step) != planned:
-        shown = prediction_text(step, plan.predicted.step_seconds)
-        notes += f" Predicted are {shown}."
-    return Group(plain(title, "bold"), table, plain(notes, "dim"))
+        other = "Steps of the last run" if is_earlier else "Other steps"
+        notes += f" {other} take {format_seconds(measured.step_seconds)}."
+    return notes
 
 
 def _step_line(measured: MeasuredSteps, plan: Plan) -> Text:
     seconds = measured.step_seconds
     shown = "not known" if seconds is None else format_seconds(seconds)
-    in_run = plan_in_run(plan, measured).predicted.step_seconds
+    in_run = plan_in_run(plan, measured.predicted_seconds).predicted.step_seconds
     predicted = prediction_text(in_run, plan.predicted.step_seconds)
     rates = rates_text(plan.figures, seconds or 0.0)
     line = f"a step took {shown}, predicted {predicted}"

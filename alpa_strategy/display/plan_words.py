@@ -189,6 +189,34 @@ def plan_words(plan: Plan) -> str:
     return words
 
 
+def batch_words(figures: TaskFigures) -> str:
+    """Return the samples of a step of all devices together, such as `1024 samples of 1024 tokens`;
+    "" if they are not known.
+    """
+    samples = figures.num_samples
+    if not samples:
+        return ""
+    words = f"{samples} sample{'s' * (samples != 1)}"
+    if not figures.num_tokens:
+        return words
+    length, rest = divmod(figures.num_tokens, samples)
+    return f"{words}, {figures.num_tokens} tokens" if rest else f"{words} of {length} tokens"
+
+
+def task_words(plan: Plan) -> str:
+    """Return what a plan was made for, as far as it is known, such as `1024 samples of 1024 tokens,
+    16 a micro-batch, 16-mixed, AdamW`.
+    """
+    figures = plan.figures
+    if figures is None:
+        return ""
+    words = [batch_words(figures)]
+    if figures.num_samples and plan.num_microbatches > 1:
+        words.append(f"{figures.num_samples / plan.num_microbatches:g} a micro-batch")
+    words += [figures.precision, figures.optimizer_name]
+    return ", ".join(word for word in words if word)
+
+
 def _words_of_unequal(summaries: Sequence[StageSummary]) -> list[str]:
     """Return the kinds of parallelism of stages that differ, and how many stages have each."""
     words = []

@@ -102,7 +102,7 @@ def prediction_text(seconds: float, planned_seconds: float) -> str:
         changed = f"{planned} of the plan + {difference} that the Trainer's loop and loader add"
     else:
         changed = f"{planned} of the plan - {difference} that the Trainer's loop and loader save"
-    return f"{shown} ({changed}, as measured in this job)"
+    return f"{shown} ({changed}, as the run has measured)"
 
 
 def measured_line(
@@ -490,7 +490,8 @@ def equal_stages(plan: Plan) -> list[list[int]]:
 def step_parts(plan: Plan) -> dict[str, float]:
     """Return the seconds of a step by cause; empty if they are not known.
 
-    `waiting` is the time in which a pipeline's busiest stage is idle.
+    `waiting` is the time in which a pipeline's busiest stage is idle. `host` includes what the
+    runtime needs for each micro-batch of a single stage.
     """
     p = plan.predicted
     parts = {
@@ -503,7 +504,9 @@ def step_parts(plan: Plan) -> dict[str, float]:
         parts["host"] = host
     waiting = p.step_seconds - sum(parts.values())
     if plan.is_pipelined and waiting > 0:
-        parts["waiting"] = waiting
+        # Devices of one stage wait for no others: the rest is the runtime's own time.
+        part = "waiting" if len(plan.stages) > 1 else "host"
+        parts[part] = parts.get(part, 0.0) + waiting
     return parts if any(parts.values()) else {}
 
 
@@ -544,7 +547,9 @@ def proof_of(plan: Plan) -> str:
         return f"proved optimal{among}"
     if plan.gap >= NO_BOUND:
         return "without a bound"
-    return f"within {max(plan.gap, 1e-4):.2%} of a bound{among}"
+    share = max(plan.gap, 1e-4)
+    least = format_seconds(plan.predicted.step_seconds * (1 - share))
+    return f"the optimum{among} takes at least {least} ({share:.2%} less)"
 
 
 def tune_table(plans: Mapping[int, Plan | Exception], best: int | None, num_ranks: int) -> Table:

@@ -97,6 +97,16 @@ class MeasuredSteps:
     # Predicted for a step with the Trainer's loop as the run has measured it; None: as planned.
     predicted_seconds: float | None = None
 
+    # As `predicted_seconds`, of the earlier run that `profiled` is of; None: it is of this run.
+    earlier_predicted_seconds: float | None = None
+
+    @property
+    def profile_predicted_seconds(self) -> float | None:
+        """Predicted for a step in the run that was profiled; None: as planned."""
+        if self.earlier_predicted_seconds is not None:
+            return self.earlier_predicted_seconds
+        return self.predicted_seconds
+
     def save(self, path: Path) -> None:
         """Write the file, atomically. Raises OSError."""
         _FILE.save(path, self)

@@ -61,6 +61,8 @@ _OPTIONAL_FIELDS = {
     "memory",
     "step_notes",
     "figures",
+    "optimizer_name",
+    "earlier_predicted_seconds",
     "flops",
     "largest",
 }

@@ -38,6 +38,9 @@ class TaskFigures:
     # known.
     precision: str = ""
 
+    # Class of the optimizer; "": not known.
+    optimizer_name: str = ""
+
     # What the step multiplies and adds; None: not known, or nothing.
     flops: StepFlops | None = None
 

@@ -1,11 +1,12 @@
 """StepReports: who looks at a training's steps: the Trainer's loggers, a profile, and the page."""
 
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from alpa_strategy.errors import AlpaError
-from alpa_strategy.ir.measured_steps import MeasuredSteps, ProfiledSteps, measured_of_file
+from alpa_strategy.ir.measured_steps import MeasuredSteps, measured_of_file
 from alpa_strategy.ir.plan import Plan
 from alpa_strategy.lightning.logger_report import LoggerReport
 from alpa_strategy.lightning.plan_pages import PlanPages
@@ -85,9 +86,10 @@ class StepReports:
         self._written = run.plan
         path = run.plan_path
         if path.exists():
+            measured = run.measured_steps(profiled)
             if profiled is None:
-                profiled = _profiled_earlier(path, run.plan)
-            self._write_page(run, path, run.plan, run.measured_steps(profiled))
+                measured = _with_earlier_profile(measured, path, run.plan)
+            self._write_page(run, path, run.plan, measured)
 
     def _write_page(
         self,
@@ -108,14 +110,21 @@ class StepReports:
             self._logger_report.leave_out(time.perf_counter() - started)
 
 
-def _profiled_earlier(path: Path, plan: Plan) -> ProfiledSteps | None:
-    """Return the profile that an earlier training has stored beside the plan, if any."""
+def _with_earlier_profile(measured: MeasuredSteps, path: Path, plan: Plan) -> MeasuredSteps:
+    """Return what a run has measured, with the profile that an earlier training has stored beside
+    the plan, if any. The profile keeps the prediction for its own run.
+    """
     try:
         earlier = measured_of_file(path, plan)
     # The file is written anew.
     except AlpaError:
-        return None
-    return None if earlier is None else earlier.profiled
+        return measured
+    if earlier is None or earlier.profiled is None:
+        return measured
+    predicted = earlier.profile_predicted_seconds
+    if predicted is None:
+        predicted = plan.predicted.step_seconds
+    return replace(measured, profiled=earlier.profiled, earlier_predicted_seconds=predicted)
 
 
 def _profile_of(strategy: Any) -> "StepProfile | None":

@@ -2,7 +2,12 @@
 
 from typing import Any
 
-from alpa_strategy.display.measured import measured_parts, plan_in_run, predicted_parts
+from alpa_strategy.display.measured import (
+    measured_parts,
+    plan_in_run,
+    predicted_parts,
+    profile_notes,
+)
 from alpa_strategy.display.plan_words import rates_text
 from alpa_strategy.display.table import prediction_text
 from alpa_strategy.ir.measured_steps import MeasuredSteps, ProfiledSteps
@@ -20,17 +25,20 @@ def measured_model(plan: Plan, measured: MeasuredSteps | None) -> dict[str, Any]
         return None
     profiled = measured.profiled
     data: dict[str, Any] = {"step": measured.step_seconds}
-    in_run = plan_in_run(plan, measured)
+    in_run = plan_in_run(plan, measured.predicted_seconds)
     predicted = in_run.predicted.step_seconds
     data["predicted"] = short_number(predicted)
     data["prediction"] = prediction_text(predicted, plan.predicted.step_seconds)
     data["rates"] = rates_text(plan.figures, measured.step_seconds or 0.0)
     if profiled is None:
         return data
-    of_plan = predicted_parts(in_run)
+    in_profile = plan_in_run(plan, measured.profile_predicted_seconds)
+    of_plan = predicted_parts(in_profile)
     of_run = measured_parts(profiled, plan)
     parts = [[part, of_run.get(part, 0.0), of_plan.get(part)] for part in {**of_run, **of_plan}]
     data["profiled"] = profiled.step_seconds
+    data["profilePredicted"] = short_number(in_profile.predicted.step_seconds)
+    data["profileNotes"] = profile_notes(measured, plan)
     data["steps"] = [profiled.first, profiled.first + profiled.count - 1]
     data["trace"] = profiled.trace
     data["parts"] = parts

@@ -17,6 +17,7 @@ from alpa_strategy.display.plan_words import (
     flops_text,
     plan_words,
     rates_text,
+    task_words,
 )
 from alpa_strategy.display.stage_groups import idle_seconds
 from alpa_strategy.display.table import equal_stages, mesh_text, proof_of, recomputes, step_parts
@@ -178,6 +179,7 @@ def _figures(plan: Plan, details: PlanDetails | None) -> dict[str, Any]:
         figures = TaskFigures(0 if details is None else details.batch_size)
     return {
         "precision": figures.precision,
+        "task": task_words(plan),
         "samples": figures.num_samples,
         "tokens": figures.num_tokens,
         "rates": rates_text(figures, plan.predicted.step_seconds),

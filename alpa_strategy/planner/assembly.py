@@ -295,7 +295,9 @@ def _notes(
         if method == PROPAGATION:
             notes.append("layouts propagated from op to op, not optimised")
         else:
-            notes.append(f"layouts not proved optimal: within {gap:.2%} of the best ({method})")
+            notes.append(
+                f"layouts not proved optimal: the best take at most {gap:.2%} less ({method})"
+            )
 
     order = list(job_ranks(stages))
     if order != sorted(order):

@@ -59,6 +59,7 @@ def task_figures(task: PlanTask) -> TaskFigures:
         num_samples=samples,
         num_tokens=num_tokens(step, samples),
         precision=precision,
+        optimizer_name=task.optimizer.name,
         flops=counted if flops else None,
         peak_seconds=seconds_at_peak(flops, cluster.device, cluster.num_devices),
         half_precision=half,

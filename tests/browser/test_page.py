@@ -319,6 +319,7 @@ def test_a_measured_step_is_drawn_under_the_predicted_one(browser_page, pages) -
     assert "steps 10 to 12" in table.inner_text()
     lanes = tab.get_by_role("region", name="measured schedule")
     assert "as measured" in lanes.inner_text()
+    assert "not drawn" not in lanes.inner_text()
     lanes.locator("canvas").press("+")
     assert float(lanes.locator("canvas").get_attribute("data-zoom") or 0) > 1
     assert "\u00d7 the prediction" in tab.locator(".figures").inner_text()

@@ -11,8 +11,10 @@ from rich.console import Console, RenderableType
 
 from alpa_strategy.display.full_plan import plan_table
 from alpa_strategy.display.summary import plan_summary
+from alpa_strategy.display.table import proof_of, step_parts
 from alpa_strategy.ir.plan import Plan, Predicted, TaskFigures
 from alpa_strategy.ir.task_figures import StepFlops
+from alpa_strategy.page.model import page_model
 
 MEMORY = {"weights": 2**30, "gradients": 2**30, "state": 0, "activations": 9 * 2**30}
 FIGURES = TaskFigures(
@@ -139,3 +141,30 @@ def test_what_limits_a_step() -> None:
         assert "Communication takes 70% of the step" in text
         assert "The collective that takes longest is all_reduce" in text
         assert "Its largest call moves the gradient of embed.weight." in text
+
+
+def test_what_the_plan_was_made_for_is_shown() -> None:
+    figures = replace(FIGURES, optimizer_name="AdamW")
+    plan = replace(gpt_plan(), figures=figures, num_microbatches=4)
+    for show in (plan_summary, plan_table):
+        text = words_of(lines_of(show(plan)))
+        assert "for 80 samples of 1024 tokens, 20 a micro-batch, 32-true, AdamW" in text
+
+
+@pytest.mark.parametrize(
+    ("gap", "least"), [(0.66, "340 ms (66.00% less)"), (0.25, "750 ms (25.00%")]
+)
+def test_how_far_the_optimum_may_be_is_said_in_seconds(gap: float, least: str) -> None:
+    plan = gpt_plan()
+    plan = replace(plan, gap=gap, predicted=replace(plan.predicted, step_seconds=1.0))
+    assert f"takes at least {least}" in proof_of(plan)
+    assert page_model(plan)["proof"] == proof_of(plan)
+
+
+def test_devices_of_one_stage_wait_for_no_others() -> None:
+    plan = gpt_plan()
+    longer = plan.predicted.step_seconds + 0.01
+    plan = replace(plan, num_microbatches=4, predicted=replace(plan.predicted, step_seconds=longer))
+    parts = step_parts(plan)
+    assert "waiting" not in parts
+    assert sum(parts.values()) == pytest.approx(longer)

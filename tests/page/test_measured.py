@@ -77,6 +77,26 @@ def test_what_was_measured_is_stored_and_on_the_page(tmp_path: Path, options, ca
     assert again["measured"] == model["measured"]
 
 
+def test_a_profile_keeps_the_prediction_of_its_own_run(capsys, tmp_path: Path) -> None:
+    plan, _ = planned("mlp")
+    path = tmp_path / "plan.json"
+    plan.save(path)
+    profiled = replace(measured_twice_as_long(plan), predicted_seconds=0.5)
+    later = replace(profiled, predicted_seconds=0.75, earlier_predicted_seconds=0.5)
+    PlanPages().write(path, plan, later)
+
+    (model,) = models_of(page_path(path).read_text())
+    shown = model["measured"]
+    assert shown["predicted"] == pytest.approx(0.75, rel=1e-3)
+    assert shown["profilePredicted"] == pytest.approx(0.5, rel=1e-3)
+    assert shown["profileNotes"].startswith("An earlier run was profiled")
+    assert main(["show", str(path)]) == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "An earlier run was profiled" in printed
+    assert "Predicted are 500 ms" in printed
+    assert "750 ms" not in printed
+
+
 def test_the_page_and_the_terminal_compare_with_the_prediction_of_the_run(capsys, tmp_path) -> None:
     plan, _ = planned("mlp")
     path = tmp_path / "plan.json"

@@ -20,7 +20,7 @@
     rows.push(["memory per device", a.peak, b.peak, alpa.bytes]);
     const plain = [["devices", String(a.devices), String(b.devices)], ["stages", String(a.stages.length), String(b.stages.length)],
       ["micro-batches", String(a.microbatches), String(b.microbatches)], ["schedule", a.schedule, b.schedule],
-      ["meshes", meshes(a), meshes(b)], ["proof", a.proof, b.proof]];
+      ["meshes", meshes(a), meshes(b)], ["planned for", a.task, b.task], ["proof", a.proof, b.proof]];
     return alpa.table(["", `A: ${alpa.text(a.name)}`, `B: ${alpa.text(b.name)}`, "B against A"], [
       ...rows.map(([name, left, right, format]) => [name, format(left), format(right), change(left, right, format)]),
       ...plain.map(([name, left, right]) => [name, alpa.text(left), alpa.text(right), left === right ? "" : "differs"])]);

@@ -19,7 +19,7 @@
     shown.sort((a, b) => place(a[0]) - place(b[0]) || a[0].localeCompare(b[0]));
     const rows = shown.map(([name, seconds, predicted]) => [NAMES[name] || alpa.text(name.replace(/_/g, "-")),
       alpa.seconds(seconds), predicted === null ? "" : alpa.seconds(predicted), alpa.ratio(seconds, predicted)]);
-    rows.push([el("strong", {}, "step"), alpa.seconds(measured.profiled), alpa.seconds(measured.predicted), alpa.ratio(measured.profiled, measured.predicted)]);
+    rows.push([el("strong", {}, "step"), alpa.seconds(measured.profiled), alpa.seconds(measured.profilePredicted), alpa.ratio(measured.profiled, measured.profilePredicted)]);
     return alpa.table(["part of the step", "#measured", "#predicted", "#against it"], rows);
   }
 
@@ -28,7 +28,8 @@
     const measured = plan.measured;
     if (!measured || !measured.timeline || !measured.timeline.actions.length) return [alpa.timeline(plan)];
     const stages = plan.stages.map((stage) => ({ ...stage, once: 0, ops: [], parameters: [] }));
-    const run = { ...plan, number: `measured ${plan.number}`, detailed: false, stages, timeline: measured.timeline };
+    // Nothing of the prediction is beside the measured step.
+    const run = { ...plan, number: `measured ${plan.number}`, detailed: false, stages, timeline: measured.timeline, step: null, parts: [] };
     const ends = [plan, run].map((of) => (alpa.stepOf(of) || { end: 0 }).end);
     const shared = { total: Math.max(...ends), moved: () => {} };
     const lanes = alpa.timeline(run, shared);
@@ -43,10 +44,9 @@
     if (!measured || !measured.parts) return null;
     const [first, last] = measured.steps;
     const where = plan.busiest ? `, ${alpa.text(plan.busiest)}` : "";
-    const other = measured.step ? ` Steps that are not profiled take ${alpa.seconds(measured.step)}.` : "";
     return el("section", { class: "card", "aria-label": "measured" },
       el("div", { class: "section-head" }, el("h2", {}, "Measured beside predicted"), el("span", { class: "soft" }, `steps ${first} to ${last}${where}`)),
       parts(plan),
-      el("p", { class: "hint" }, `Profiled steps are slower: recording takes time.${other} Predicted: ${measured.prediction}. Trace for ui.perfetto.dev: `, el("span", { class: "mono" }, alpa.text(measured.trace))));
+      el("p", { class: "hint" }, `${alpa.text(measured.profileNotes)} Trace for ui.perfetto.dev: `, el("span", { class: "mono" }, alpa.text(measured.trace))));
   };
 })();

@@ -9,16 +9,16 @@
   function proof(plan) {
     if (plan.eager) return "eager";
     if (plan.gap <= 1e-6) return "optimal";
-    return plan.gap >= 1 ? "none" : `${Math.max(0.01, 100 * plan.gap).toFixed(2)} %`;
+    return plan.gap >= 1 ? "none" : `≥ ${alpa.seconds(plan.step * (1 - Math.max(1e-4, plan.gap)))}`;
   }
 
   function figures(plan) {
     const nodes = [];
     if (!plan.eager) {
-      const batch = [plan.samples && `${plan.samples} samples`, plan.tokens && `${alpa.count(plan.tokens)} tokens`].filter(Boolean).join(", ");
-      nodes.push(figure("Step", alpa.seconds(plan.step), note(alpa.text(plan.rates || "predicted")), batch ? note(alpa.text(batch)) : null, plan.flops ? note(alpa.text(plan.flops)) : null));
+      nodes.push(figure("Step, planned", alpa.seconds(plan.step), note(alpa.text(plan.rates || "predicted")), plan.task ? note(`for ${alpa.text(plan.task)}`) : null, plan.flops ? note(alpa.text(plan.flops)) : null));
+      // Profiled steps are slower: they stand here only if no other steps were measured.
       const measured = plan.measured && (plan.measured.step || plan.measured.profiled);
-      if (measured) nodes.push(figure("Measured", alpa.seconds(measured), note(`${alpa.ratio(measured, plan.measured.predicted)} the prediction, ${plan.measured.prediction}`), plan.measured.rates ? note(alpa.text(plan.measured.rates)) : null));
+      if (measured) nodes.push(figure("Measured", alpa.seconds(measured), note(`${alpa.ratio(measured, plan.measured.predicted)} the prediction for the run: ${plan.measured.prediction}`), plan.measured.rates ? note(alpa.text(plan.measured.rates)) : null));
     }
     const memory = [];
     if (plan.limit) {
@@ -39,7 +39,7 @@
       const mean = alpa.sum(idle.map((share, mesh) => share * devices[mesh])) / alpa.sum(devices);
       nodes.push(figure("Waiting", alpa.percent(mean), note("of the devices' time, on average")));
     }
-    nodes.push(figure("Proof", proof(plan), note(alpa.text(plan.proof))));
+    nodes.push(figure("Optimum", proof(plan), note(alpa.text(plan.proof))));
     return el("div", { class: "figures" }, nodes);
   }
 

@@ -353,7 +353,11 @@
     const host = alpa.sum(plan.parts.filter(([name]) => name === "host").map(([, seconds]) => seconds));
     const drawn = step.drawn < plan.microbatches ? `drawn with ${step.drawn} of ${plan.microbatches} micro-batches` : `${alpa.seconds(step.end)}`;
     // The predicted step is that of the devices and what of the host's work they do not hide.
-    const note = host > 0 ? `${drawn} on the devices; not drawn: the host adds ${alpa.seconds(host)}, so a step takes ${alpa.seconds(plan.step)}` : drawn;
+    let note = drawn;
+    if (host > 0) note += ` on the devices; not drawn: the host adds ${alpa.seconds(host)}, so a step takes ${alpa.seconds(plan.step)}`;
+    else if (plan.step && drawn === alpa.seconds(step.end) && drawn !== alpa.seconds(plan.step)) {
+      note += `; not drawn: the runtime's own time for each micro-batch, so a step takes ${alpa.seconds(plan.step)}`;
+    }
     return el("section", { class: "card", "aria-label": "schedule" },
       el("div", { class: "section-head" }, el("h2", {}, "The step over time"), el("span", { class: "soft" }, note), tools),
       el("div", { class: "lanes" }, el("div", { class: count > 12 ? "lanes-scroll" : "" }, canvas), axis), legend,
