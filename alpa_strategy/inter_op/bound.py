@@ -348,8 +348,8 @@ def _waiting(costs: _Costs, name: str, v: int, index: int) -> float:
     such stages.
 
     It is the larger of two: the meshes' mean work, with the time that they wait at the start and at
-    the end, and the work of the mesh that has the longest layer. If no other mesh has more than k
-    layers, this one has all others.
+    the end, and the work of the mesh that has the longest layer, or both ends of a folded pipeline.
+    If no other mesh has more than k layers, this one has all others.
 
     Args:
         name: of the schedule.
@@ -380,7 +380,12 @@ def _waiting(costs: _Costs, name: str, v: int, index: int) -> float:
     mean = layer_work.sum() / ranks + (ranks - 1) / 2 * (seconds + message)
     # Layers of another mesh.
     most = np.arange(1, L + 1)
-    longest = layer_work.max() + np.maximum(0, L - 1 - (ranks - 1) * most) * layer_work.min()
+    left = L - (ranks - 1) * most
+    longest = layer_work.max() + np.maximum(0, left - 1) * layer_work.min()
+    if SCHEDULES[name].is_folded:
+        # One mesh has the first and the last layer.
+        both_ends = layer_work[0] + layer_work[-1]
+        longest = np.maximum(longest, both_ends + np.maximum(0, left - 2) * layer_work.min())
     return v * beside + max(float(mean), float(np.maximum(most * layer_work.min(), longest).min()))
 
 

@@ -41,6 +41,10 @@ class LayerKinds:
     # Least seconds once per step.
     once: np.ndarray
 
+    # Kinds of the first and of the last layer, which lie in the first and in the last stage.
+    first: int
+    last: int
+
 
 @dataclass(frozen=True)
 class EqualMeshPipelines:
@@ -72,8 +76,9 @@ def kinds_of(seconds: np.ndarray, once: np.ndarray) -> LayerKinds:
     unit = RESOLUTION * max(float(seconds.max()), float(once.max()))
     if unit > 0:
         pairs = np.floor(pairs / unit + ROUNDING) * unit
-    pairs, count = np.unique(pairs, axis=0, return_counts=True)
-    return LayerKinds(count.astype(float), pairs[:, 0], pairs[:, 1])
+    pairs, kinds, count = np.unique(pairs, axis=0, return_inverse=True, return_counts=True)
+    kinds = kinds.ravel()
+    return LayerKinds(count.astype(float), pairs[:, 0], pairs[:, 1], int(kinds[0]), int(kinds[-1]))
 
 
 def least_over_splits(pipelines: EqualMeshPipelines, layers: LayerKinds, enough: float) -> float:
@@ -171,6 +176,8 @@ class _SplitProgram:
             # A stage has at least one layer.
             self._solver.Add(sum(of_kinds) >= 1)
             self._parts.append(of_kinds)
+        self._solver.Add(self._parts[0][layers.first] >= 1)
+        self._solver.Add(self._parts[-1][layers.last] >= 1)
         for kind, count in enumerate(layers.count):
             self._solver.Add(sum(of_kinds[kind] for of_kinds in self._parts) == float(count))
         self._solver.Minimize(self._step)
