@@ -108,7 +108,7 @@ def optimizer_info_of(module: Any) -> OptimizerInfo:
     # User code that expects a Trainer fails in any way it likes; planning goes on with the usual
     # case.
     except Exception:
-        return OptimizerInfo()
+        return OptimizerInfo(name="Adam (assumed)")
     return inspect_optimizer(optimizers, module)
 
 

@@ -271,7 +271,7 @@ def test_info_of_a_module_without_a_trainer() -> None:
     )
     model = MLP()
     model.configure_optimizers = lambda: model.trainer.optimizers
-    assert optimizer_info_of(model) == OptimizerInfo()
+    assert optimizer_info_of(model) == OptimizerInfo(name="Adam (assumed)")
 
 
 @pytest.mark.parametrize(
