@@ -5,10 +5,12 @@ Under one order of actions, the end of a step is the longest path through them: 
 functions of the stages' seconds, so it is convex in them. Its least value over all splits is found
 by cutting planes (Kelley, 1960). A split is simulated; the longest path to the end of every mesh is
 a linear function that no step can be below; a linear program finds the split that is best by all
-functions so far, and its value is the bound. Parts of a layer may lie in any stages, so that the
-bound holds for every split of whole layers in order.
+functions so far, and its value is the bound. Parts of a layer may lie in any stages, as long as no
+mesh has more layers than whole ones allow, so that the bound holds for every split of whole layers
+in order.
 """
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -68,6 +70,11 @@ class EqualMeshPipelines:
         """The number of stages."""
         return self.num_meshes * self.stages_per_mesh
 
+    @property
+    def holders(self) -> list[int]:
+        """The mesh of each stage."""
+        return [mesh_of(self.schedule, self.num_meshes, i) for i in range(self.num_stages)]
+
 
 def kinds_of(seconds: np.ndarray, once: np.ndarray) -> LayerKinds:
     """Return the kinds of layers with the given least seconds, [layer]."""
@@ -87,7 +94,11 @@ def least_over_splits(pipelines: EqualMeshPipelines, layers: LayerKinds, enough:
     Args:
         enough: seconds; a bound that is at least as large need not be better.
     """
-    program = _SplitProgram(pipelines, layers)
+    # Whole layers: a step is either as long as one more layer than `most_layers` on one mesh, or no
+    # mesh has more.
+    most_layers = _most_layers(pipelines, layers, enough)
+    with_one_more = (most_layers + 1) * _shortest_layer(pipelines, layers)
+    program = _SplitProgram(pipelines, layers, most_layers)
     # [stage, kind] how many layers of a kind a stage has.
     split = np.tile(layers.count / pipelines.num_stages, (pipelines.num_stages, 1))
     best_known = np.inf
@@ -104,7 +115,23 @@ def least_over_splits(pipelines: EqualMeshPipelines, layers: LayerKinds, enough:
         bound, split = solution
         if bound >= enough or bound >= best_known * (1 - CLOSE_ENOUGH):
             break
-    return bound * (1 - ROUNDING)
+    return min(bound * (1 - ROUNDING), with_one_more)
+
+
+def _shortest_layer(pipelines: EqualMeshPipelines, layers: LayerKinds) -> float:
+    """Return the seconds of a step that a mesh works for the shortest layer."""
+    return float((pipelines.num_microbatches * layers.seconds + layers.once).min())
+
+
+def _most_layers(pipelines: EqualMeshPipelines, layers: LayerKinds, enough: float) -> int:
+    """Return the most layers of a mesh in a step of less than `enough` seconds; at least their
+    mean number.
+    """
+    num_layers = int(layers.count.sum())
+    shortest = _shortest_layer(pipelines, layers)
+    if shortest <= 0 or enough >= num_layers * shortest:
+        return num_layers
+    return max(math.ceil(num_layers / pipelines.num_meshes), int(enough / shortest))
 
 
 @dataclass(frozen=True)
@@ -133,7 +160,6 @@ def _mesh_ends(
         seconds: [stage] of a micro-batch, without the overhead.
         once: [stage] seconds once per step.
     """
-    num_stages = pipelines.num_stages
     # As candidates are priced: half of the overhead belongs to the forward, which takes a third.
     forward = seconds / 3 + pipelines.overhead / 2
     backward = 2 / 3 * seconds + pipelines.overhead / 2
@@ -145,10 +171,9 @@ def _mesh_ends(
         pipelines.num_meshes,
         pipelines.wires,
     )
-    holders = [mesh_of(pipelines.schedule, pipelines.num_meshes, i) for i in range(num_stages)]
     for mesh, path in enumerate(paths):
         per_microbatch = path.forward / 3 + 2 / 3 * path.backward
-        is_own = np.array([holder == mesh for holder in holders], dtype=float)
+        is_own = np.array([holder == mesh for holder in pipelines.holders], dtype=float)
         constant = path.seconds - float(per_microbatch @ seconds)
         total = path.seconds + float(is_own @ once)
         yield _MeshEnd(total, constant, per_microbatch, is_own)
@@ -157,7 +182,7 @@ def _mesh_ends(
 class _SplitProgram:
     """The linear program: the split whose step is shortest by the mesh ends that are known."""
 
-    def __init__(self, pipelines: EqualMeshPipelines, layers: LayerKinds) -> None:
+    def __init__(self, pipelines: EqualMeshPipelines, layers: LayerKinds, most_layers: int) -> None:
         from ortools.linear_solver import pywraplp
 
         self._layers = layers
@@ -178,6 +203,12 @@ class _SplitProgram:
             self._parts.append(of_kinds)
         self._solver.Add(self._parts[0][layers.first] >= 1)
         self._solver.Add(self._parts[-1][layers.last] >= 1)
+        for mesh in range(pipelines.num_meshes):
+            on_mesh = []
+            for holder, of_kinds in zip(pipelines.holders, self._parts, strict=True):
+                if holder == mesh:
+                    on_mesh += of_kinds
+            self._solver.Add(sum(on_mesh) <= most_layers)
         for kind, count in enumerate(layers.count):
             self._solver.Add(sum(of_kinds[kind] for of_kinds in self._parts) == float(count))
         self._solver.Minimize(self._step)

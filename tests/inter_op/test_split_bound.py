@@ -79,3 +79,18 @@ def test_a_bound_that_is_enough_need_not_be_better():
     best = least_over_splits(pipelines, layers, np.inf)
     early = least_over_splits(pipelines, layers, 0.5 * best)
     assert 0.5 * best * (1 - 1e-5) <= early <= best * (1 + 1e-9)
+
+
+@pytest.mark.parametrize(("schedule", "stages_per_mesh"), SCHEDULES)
+@pytest.mark.parametrize("seed", range(3))
+def test_with_a_known_step_the_bound_counts_whole_layers(schedule, stages_per_mesh, seed):
+    generator = np.random.default_rng(seed)
+    seconds = generator.choice([1.0, 1.1, 1.3], size=9)
+    pipelines = EqualMeshPipelines(schedule, 3, stages_per_mesh, 6, 0.01, np.full(6, 0.05))
+    layers = kinds_of(seconds, np.zeros(9))
+    best = simulated(pipelines, seconds, all_splits(9, 6)).min()
+    of_parts = least_over_splits(pipelines, layers, np.inf)
+    of_whole_layers = least_over_splits(pipelines, layers, best)
+    # Both end within 0.2 % of their best.
+    assert of_parts * (1 - 3e-3) <= of_whole_layers <= best * (1 + 1e-9)
+    assert of_whole_layers >= 0.9 * best
