@@ -71,6 +71,7 @@ REPEATED = {
     "checkpoints.module_of_the_best_checkpoint": "checkpoint/test_lightning_readers.py",
     "checkpoints.saved_by_hand_and_resumed": "loops.numbers_of_the_step",
     "checkpoints.weights_only_checkpoint": "checkpoint/test_lightning_readers.py",
+    "data.loader_workers": "strategy/test_loader_order.py",
     "data.sequences_of_changing_length": "strategy/test_changing_shapes.py",
     "evaluation.several_validation_loaders": "strategy/test_evaluation.py",
     "evaluation.smaller_last_evaluation_batch": "strategy/test_evaluation.py",
