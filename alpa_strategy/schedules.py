@@ -11,7 +11,7 @@ s % num_meshes. In a folded schedule (ZBV), mesh m has the stages m and N - 1 - 
 
 import itertools
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 
@@ -32,6 +32,7 @@ from alpa_strategy.schedule_orders import (
     zbv_refuses,
 )
 from alpa_strategy.schedule_times import (
+    Seconds,
     Source,
     Steps,
     input_of,
@@ -138,6 +139,11 @@ def mesh_of(schedule: str, num_meshes: int, stage: int) -> int:
     return stage % num_meshes
 
 
+def meshes_of_stages(schedule: str, num_meshes: int, stages_per_mesh: int) -> list[int]:
+    """Return the index of the mesh that runs each stage."""
+    return [mesh_of(schedule, num_meshes, i) for i in range(num_meshes * stages_per_mesh)]
+
+
 def closed_form(
     schedule: str, num_meshes: int, num_microbatches: int, v: int = 1, splits: bool = True
 ) -> PipelineLatency:
@@ -207,7 +213,7 @@ def in_flight_by_stage(
         PlanError: the schedule cannot run these numbers of meshes and micro-batches.
     """
     per_mesh = in_flight(schedule, num_meshes, num_microbatches, v)
-    return tuple(per_mesh[mesh_of(schedule, num_meshes, stage)] for stage in range(num_meshes * v))
+    return tuple(per_mesh[mesh] for mesh in meshes_of_stages(schedule, num_meshes, v))
 
 
 def splits_backward(schedule: str, num_meshes: int, num_microbatches: int, v: int = 1) -> bool:
@@ -362,11 +368,22 @@ def seconds_of_many(
         )
     else:
         times = timed_steps(steps, list(forward.T), list(backward.T), list(boundary.T), np.maximum)
+    ends = _ends_of_meshes(steps, times)
+    return np.atleast_1d(np.max(list(ends.values()), axis=0))
+
+
+def _ends_of_meshes(steps: Steps, times: Iterable[tuple[Seconds, Seconds]]) -> dict[int, Seconds]:
+    """Return when each mesh has done its last action.
+
+    Args:
+        steps: the actions.
+        times: of `timed_steps`.
+    """
+    ends = {}
     # A mesh's last action ends last.
-    last_end = {}
     for numbers, (_, end) in zip(steps.numbers, times, strict=True):
-        last_end[numbers[0]] = end
-    return np.atleast_1d(np.max(list(last_end.values()), axis=0))
+        ends[numbers[0]] = end
+    return ends
 
 
 @dataclass(frozen=True)
@@ -409,12 +426,10 @@ def longest_paths(
         return one if one[0] >= other[0] else other
 
     times = timed_steps(steps, list(of_forward), list(of_backward), list(of_links), latest)
-    last_end: dict[int, np.ndarray] = {}
-    for numbers, (_, end) in zip(steps.numbers, times, strict=True):
-        last_end[numbers[0]] = end
+    ends = _ends_of_meshes(steps, times)
     paths = []
     for mesh in range(num_meshes):
-        seconds, stages = last_end[mesh][0], last_end[mesh][1:]
+        seconds, stages = ends[mesh][0], ends[mesh][1:]
         paths.append(LongestPath(float(seconds), stages[:num_stages], stages[num_stages:]))
     return paths
 

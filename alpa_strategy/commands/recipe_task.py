@@ -87,11 +87,22 @@ def planned_recipe(
     """
     from alpa_strategy.planner.planner import plan_captured
 
-    recipe = load_recipe(name, overrides)
-    check_plannable(recipe)
-    captured = captured_recipe(recipe, cluster, progress)
+    captured = captured_by_name(name, cluster, overrides, progress)
     with rare_collections():
         return plan_captured(captured), captured.task
+
+
+def captured_by_name(
+    name: str, cluster: ClusterSpec, overrides: Sequence[str], progress: Progress
+) -> "CapturedTask":
+    """Return the captured step of a recipe with `overrides`, ready to plan on `cluster`.
+
+    Raises:
+        AlpaError: the recipe cannot be read, planned or captured.
+    """
+    recipe = load_recipe(name, overrides)
+    check_plannable(recipe)
+    return captured_recipe(recipe, cluster, progress)
 
 
 def check_plannable(recipe: Recipe) -> None:

@@ -13,7 +13,7 @@ from rich.text import Text
 
 from alpa_strategy.cluster.load import read_cluster_yaml
 from alpa_strategy.cluster.spec import ClusterSpec
-from alpa_strategy.commands.recipe_task import captured_recipe, check_plannable, split_overrides
+from alpa_strategy.commands.recipe_task import captured_by_name, split_overrides
 from alpa_strategy.display.console import make_console, plain
 from alpa_strategy.display.difference import change, difference_table, num_devices, stages_text
 from alpa_strategy.display.findings import findings
@@ -143,9 +143,7 @@ def _planner(origin: Origin, progress: Progress) -> Callable[[Variation], Planni
         cluster = ClusterSpec.load(origin.cluster, dict(variation.to_cluster))
         if variation.request is not None:
             return requests.planning(variation.request, cluster, variation.overrides)
-        recipe = load_recipe(origin.recipe, variation.overrides)
-        check_plannable(recipe)
-        captured = captured_recipe(recipe, cluster, progress)
+        captured = captured_by_name(origin.recipe, cluster, variation.overrides, progress)
         return captured.task, lambda: plan_captured(captured)
 
     return planning_of

@@ -45,9 +45,10 @@ def step_bound(space: StageSpace) -> float:
     `space`.
     """
     job = space.job
-    costs = _costs(space, ("least", "least_each"))
+    costs = _costs(space)
     # Of schedules that split the backward: sums over devices then take their full time.
-    costs_apart = _costs(space, ("least_apart", "least_each_apart"))
+    work, seconds = _seconds_of_runs(space, "least_apart", "least_each_apart")
+    costs_apart = replace(costs, work=work, seconds=seconds)
     pinned, D = job.options.schedule, job.cluster.num_devices
     names = (
         [pinned]
@@ -142,20 +143,17 @@ class _Costs:
         return np.maximum(self.work[..., chosen], visible * floors + beside)
 
 
-def _costs(space: StageSpace, names: tuple[str, str]) -> _Costs:
-    """Return the least seconds of every run of layers, for the bound on all pipelines.
+def _seconds_of_runs(
+    space: StageSpace, of_step: str, of_microbatch: str
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return `work` and `seconds` of `_Costs`.
 
     Args:
-        names: the fields of `LayerRangeCosts` with the least seconds of layers, of a step and of a
-            micro-batch.
+        of_step, of_microbatch: the fields of `LayerRangeCosts` with the least seconds of layers.
     """
-    job = space.job
-    tables = space.tables
-    overhead = space.overhead
-    B = job.num_microbatches
-    overlap = job.cluster.overlap
+    B = space.job.num_microbatches
+    overlap = space.job.cluster.overlap
     # [layer, submesh]
-    of_step, of_microbatch = names
     work = np.stack([getattr(runs, of_step) for runs in space.runs], axis=1)
     each_microbatch = np.stack([getattr(runs, of_microbatch) for runs in space.runs], axis=1)
     exists = np.isfinite(work)
@@ -166,6 +164,13 @@ def _costs(space: StageSpace, names: tuple[str, str]) -> _Costs:
     )
     work = np.where(exists, work, np.inf)
     each_microbatch = np.where(exists, each_microbatch, np.inf)
+    return _of_runs(work, B * space.overhead), _of_runs(each_microbatch, space.overhead)
+
+
+def _costs(space: StageSpace) -> _Costs:
+    """Return the least seconds of every run of layers, for the bound on all pipelines."""
+    job = space.job
+    tables = space.tables
     sizes = np.array(space.sizes)
     wires = np.stack(
         [tables.boundary[links, :, a].min(axis=(0, 2)) for a, links in enumerate(_links(tables))], 1
@@ -174,10 +179,10 @@ def _costs(space: StageSpace, names: tuple[str, str]) -> _Costs:
     # From the last mesh to the first: on links that no neighbours have.
     if not job.cluster.is_uniform:
         near = np.zeros_like(wires)
-    runs = _of_runs(work, B * overhead), _of_runs(each_microbatch, overhead)
+    runs = _seconds_of_runs(space, "least", "least_each")
     floors = StageFloors(job, space.runs)
     before = _wires_before(job, tables, wires)
-    return _Costs(job, sizes, *runs, wires, before, near, overhead, space.may_be, floors)
+    return _Costs(job, sizes, *runs, wires, before, near, space.overhead, space.may_be, floors)
 
 
 def _links(tables: StageTables) -> list[np.ndarray]:

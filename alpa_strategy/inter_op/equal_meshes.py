@@ -11,7 +11,7 @@ import numpy as np
 from alpa_strategy.inter_op.boundaries import Joint, boundary_tables
 from alpa_strategy.inter_op.stage_dp import StageTables
 from alpa_strategy.inter_op.stage_space import Candidate, Stages, StageSpace
-from alpa_strategy.schedules import in_flight_by_stage, mesh_of
+from alpa_strategy.schedules import in_flight_by_stage, meshes_of_stages
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,8 +37,7 @@ class EqualMeshes:
     @cached_property
     def holders(self) -> list[int]:
         """The mesh of each stage."""
-        num_stages = self.ranks * self.stages_per_mesh
-        return [mesh_of(self.schedule, self.ranks, i) for i in range(num_stages)]
+        return meshes_of_stages(self.schedule, self.ranks, self.stages_per_mesh)
 
     @cached_property
     def alive(self) -> tuple[int, ...]:

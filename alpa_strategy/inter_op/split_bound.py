@@ -13,10 +13,11 @@ in order.
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
-from alpa_strategy.schedules import longest_paths, mesh_of
+from alpa_strategy.schedules import longest_paths, meshes_of_stages
 
 # Splits that are simulated at most.
 MAX_SPLITS = 100
@@ -70,10 +71,10 @@ class EqualMeshPipelines:
         """The number of stages."""
         return self.num_meshes * self.stages_per_mesh
 
-    @property
+    @cached_property
     def holders(self) -> list[int]:
         """The mesh of each stage."""
-        return [mesh_of(self.schedule, self.num_meshes, i) for i in range(self.num_stages)]
+        return meshes_of_stages(self.schedule, self.num_meshes, self.stages_per_mesh)
 
 
 def kinds_of(seconds: np.ndarray, once: np.ndarray) -> LayerKinds:
