@@ -7,17 +7,21 @@
     python scripts/bench_first_contact.py --json out.json --write      # and into docs/benchmarks.md
 
 A program runs three times: under `ddp` (one rank: the plain Trainer), under `alpa` in an empty
-folder (costs are measured, a plan is made), and under `alpa` again with what that has stored. The
-table has the median step from step 20 on, alpa's step against ddp's, the prediction that alpa
-reports against the measured step of the run that made it and of the run with the stored plan, and
-seconds from the start of the process to the end of the first step. With `--rounds` each is run so
-many times, taking turns, and the median is kept.
+folder (costs are measured, a plan is made), and under `alpa` again with what that has stored. These
+runs give seconds from the start of the process to the end of the first step, the median step from
+step 20 on, and the prediction that alpa reports against it. With `--rounds` each is run so many
+times, and the median is kept.
+
+Then `ddp` and `alpa` with its stored plan live at the same time and take turns of a few steps
+(`bench_turns.py`). The ratio of their steps is the median over neighbouring turns, with quartiles:
+on a machine whose speed changes between seconds, steps of two separate runs say little.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import re
 import statistics
 import sys
@@ -28,8 +32,9 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from bench_jobs import compile_package, output_tail
+from bench_jobs import compile_package, output_tail, user_threads
 from bench_jobs import run_job as run_process
+from bench_turns import PLACE_VARIABLE, TurnJob, TurnTaker, ratio, run_in_turns
 from page_tables import write_marked
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -41,6 +46,9 @@ MARKS = (
 WARM_UP_STEPS = 20
 # Lightning's plain Trainer on one rank, DDP on several.
 STRATEGIES = ("ddp", "alpa first", "alpa stored")
+# The row of two jobs that took turns. Together they make fewer steps than an epoch has batches.
+TURNS = "turns"
+NUM_TURNS, STEPS_PER_TURN = 14, 12
 MOST_STEP_RATIO = 1.05
 MOST_START_RATIOS = {"alpa first": (1.5, 2.0), "alpa stored": (1.1, 1.25)}
 MOST_MISPREDICTED = 1.5
@@ -84,13 +92,14 @@ def worker(args: argparse.Namespace) -> None:
     strategy: Any = "auto" if args.num_ranks == 1 else ddp
     if is_alpa:
         strategy = alpa_strategy.AlpaStrategy()
+    is_timed_in_turns = PLACE_VARIABLE in os.environ
     clock = Clock()
     trainer = pl.Trainer(
         accelerator="cpu",
         devices=args.num_ranks,
         strategy=strategy,
         max_steps=args.steps,
-        callbacks=[clock],
+        callbacks=[TurnTaker.from_environment() if is_timed_in_turns else clock],
         default_root_dir=args.folder,
         logger=False,
         enable_checkpointing=False,
@@ -99,7 +108,7 @@ def worker(args: argparse.Namespace) -> None:
         limit_val_batches=0,
     )
     trainer.fit(module, data)
-    if trainer.global_rank == 0:
+    if trainer.global_rank == 0 and not is_timed_in_turns:
         seen = {
             "first_step_end": clock.first_end,
             "steps": [end - begin for begin, end in pairwise(clock.ends)],
@@ -111,13 +120,41 @@ def worker(args: argparse.Namespace) -> None:
         Path(args.out).write_text(json.dumps(seen))
 
 
+def worker_command(
+    program: str, ranks: int, strategy: str, folder: str, num_steps: int
+) -> list[str]:
+    """Return the command of one job."""
+    command = [sys.executable, __file__, "--worker", "--program", program, "--strategy", strategy]
+    command += ["--num-ranks", str(ranks), "--folder", folder, "--steps", str(num_steps)]
+    return command
+
+
+def step_ratio(program: str, ranks: int, folder: str) -> dict[str, Any]:
+    """Time `ddp` and `alpa` with the plan stored in `folder` in turns; return the row of both."""
+    jobs = []
+    for strategy in ("ddp", "alpa stored"):
+        num_steps = NUM_TURNS * STEPS_PER_TURN
+        command = worker_command(program, ranks, strategy, folder, num_steps)
+        jobs.append(TurnJob(strategy.split()[0], command, user_threads()))
+    seconds = run_in_turns(
+        jobs,
+        ranks,
+        NUM_TURNS,
+        STEPS_PER_TURN,
+        Path(folder) / TURNS,
+        of_turn=statistics.median,
+    )
+    of_ddp = ratio(seconds["alpa"], seconds["ddp"])
+    figures = {"ratio": of_ddp.median, "low": of_ddp.low, "high": of_ddp.high}
+    return {"program": program, "ranks": ranks, "strategy": TURNS, **figures}
+
+
 def run_job(args: argparse.Namespace, program: str, ranks: int, strategy: str, folder: str) -> Any:
     """Seconds of one job: to its first step, of its steps, and as predicted."""
     out = Path(folder) / "seen.json"
     out.unlink(missing_ok=True)
-    command = [sys.executable, __file__, "--worker", "--program", program, "--strategy", strategy]
-    command += ["--num-ranks", str(ranks), "--folder", folder, "--out", str(out)]
-    command += ["--steps", str(args.steps)]
+    command = worker_command(program, ranks, strategy, folder, args.steps)
+    command += ["--out", str(out)]
     name = f"{program} on {ranks} under {strategy}"
     begun = time.time()
     done = run_process(command, name, folder)
@@ -143,12 +180,17 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
             for _ in range(args.rounds):
                 with tempfile.TemporaryDirectory() as folder:
                     for strategy in STRATEGIES:
-                        row = run_job(args, program, ranks, strategy, folder)
-                        rows.append(row)
-                        print(json.dumps(row), flush=True)
-                        if args.json:
-                            Path(args.json).write_text(json.dumps(rows))
+                        _add(rows, run_job(args, program, ranks, strategy, folder), args)
+                    _add(rows, step_ratio(program, ranks, folder), args)
     return rows
+
+
+def _add(rows: list[dict[str, Any]], row: dict[str, Any], args: argparse.Namespace) -> None:
+    """Add a row, print it, and write all to the file of `--json`."""
+    rows.append(row)
+    print(json.dumps(row), flush=True)
+    if args.json:
+        Path(args.json).write_text(json.dumps(rows))
 
 
 def _stored(args: argparse.Namespace) -> list[dict[str, Any]]:
@@ -165,8 +207,8 @@ def medians(rows: list[dict[str, Any]]) -> dict[tuple[str, int], dict[str, dict[
 
     gathered: Any = defaultdict(lists_by_strategy)
     for row in rows:
-        for name in ("start", "step", "cpu", "planned", "predicted", "is_captured"):
-            if name in row:
+        for name in row.keys() - {"program", "ranks", "strategy"}:
+            if isinstance(row[name], float | int):
                 gathered[row["program"], row["ranks"]][row["strategy"]][name].append(row[name])
     return {
         job: {
@@ -179,7 +221,8 @@ def medians(rows: list[dict[str, Any]]) -> dict[tuple[str, int], dict[str, dict[
 
 def complete(rows: list[dict[str, Any]]) -> dict[tuple[str, int], dict[str, dict[str, float]]]:
     """`medians` of the programs that ran under all strategies."""
-    return {job: figures for job, figures in medians(rows).items() if {*figures} == {*STRATEGIES}}
+    needed = {*STRATEGIES, TURNS}
+    return {job: figures for job, figures in medians(rows).items() if needed <= {*figures}}
 
 
 def misprediction(measured: float, predicted: float) -> float:
@@ -192,9 +235,8 @@ def misprediction(measured: float, predicted: float) -> float:
 def faults(program: str, figures: dict[str, dict[str, float]], hugging_face: bool) -> list[str]:
     """The limits that a program's figures pass, in words."""
     ddp, problems = figures["ddp"], []
-    step_ratio = figures["alpa stored"]["step"] / ddp["step"]
-    if step_ratio > MOST_STEP_RATIO:
-        problems.append(f"step {step_ratio:.2f} x ddp")
+    if figures[TURNS]["ratio"] > MOST_STEP_RATIO:
+        problems.append(f"step {figures[TURNS]['ratio']:.2f} x ddp")
     for strategy, limits in MOST_START_RATIOS.items():
         most = limits[1] if hugging_face else limits[0]
         start_ratio = figures[strategy]["start"] / ddp["start"]
@@ -208,6 +250,11 @@ def faults(program: str, figures: dict[str, dict[str, float]], hugging_face: boo
             if ratio > allowed:
                 problems.append(f"predicted {ratio:.2f} x off ({strategy.split()[1]})")
     return problems
+
+
+def ratio_text(turns: dict[str, float]) -> str:
+    """Return the ratio of steps with its quartiles."""
+    return f"{turns['ratio']:.2f} ({turns['low']:.2f}-{turns['high']:.2f})"
 
 
 def report(rows: list[dict[str, Any]]) -> int:
@@ -239,7 +286,7 @@ def report(rows: list[dict[str, Any]]) -> int:
             str(ranks),
             f"{1e3 * ddp['step']:.2f}",
             f"{1e3 * stored['step']:.2f}",
-            f"{stored['step'] / ddp['step']:.2f}",
+            ratio_text(figures[TURNS]),
             predicted,
             ratios,
             f"{ddp['start']:.1f}",
@@ -263,15 +310,15 @@ def page_table(rows: list[dict[str, Any]]) -> str:
     ]
     for (program, ranks), figures in complete(rows).items():
         ddp, first, stored = (figures[strategy] for strategy in STRATEGIES)
-        ratio = "eager"
+        measured_of_predicted = "eager"
         if "predicted" in stored:
-            ratio = f"{stored['step'] / stored['predicted']:.2f}"
+            measured_of_predicted = f"{stored['step'] / stored['predicted']:.2f}"
         cells = [
             f"`{program}`",
             str(ranks),
             f"{1e3 * stored['step']:.2f}",
-            f"{stored['step'] / ddp['step']:.2f}",
-            ratio,
+            ratio_text(figures[TURNS]),
+            measured_of_predicted,
             f"{first['start'] / ddp['start']:.2f}",
             f"{stored['start'] / ddp['start']:.2f}",
         ]

@@ -20,7 +20,7 @@ import statistics
 import subprocess
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -124,18 +124,25 @@ class TurnJob:
 
 
 def run_in_turns(
-    jobs: Sequence[TurnJob], num_ranks: int, num_turns: int, steps_per_turn: int, folder: Path
+    jobs: Sequence[TurnJob],
+    num_ranks: int,
+    num_turns: int,
+    steps_per_turn: int,
+    folder: Path,
+    of_turn: Callable[[Sequence[float]], float] = min,
 ) -> dict[str, list[float]]:
-    """Run all jobs at once, in turns, and return the seconds of each one's quickest step, by turn.
+    """Run all jobs at once, in turns, and return the seconds of a step of each, by turn.
 
     A job makes `num_turns * steps_per_turn` steps. The first step of a turn is not counted: it
-    finds empty caches. The quickest of the others counts, since other guests of the machine only
-    add to a step.
+    finds empty caches.
 
     Args:
         num_ranks: of each job, on this machine.
         num_turns: of each job.
         folder: an empty folder for what the jobs tell one another.
+        of_turn: makes one figure of the seconds of a turn's steps. The quickest counts by default,
+            since other guests of the machine only add to a step. The median suits turns of many
+            short steps.
 
     Raises:
         SystemExit: a job failed; the message has the end of its output.
@@ -164,7 +171,7 @@ def run_in_turns(
     seconds = {}
     for job in jobs:
         turns = json.loads((folder / f"{job.name}.json").read_text(encoding="utf-8"))
-        seconds[job.name] = [_quickest_step(ends) for ends in turns]
+        seconds[job.name] = [of_turn(_step_seconds(ends)) for ends in turns]
     return seconds
 
 
@@ -200,9 +207,9 @@ def _failure(folder: Path, name: str) -> str:
     return f"{name} failed:\n{output[-STDERR_TAIL:]}"
 
 
-def _quickest_step(ends: Sequence[float]) -> float:
-    """Return the seconds of a turn's quickest step after the first."""
-    return min(end - begin for begin, end in pairwise(ends))
+def _step_seconds(ends: Sequence[float]) -> list[float]:
+    """Return the seconds of a turn's steps after the first."""
+    return [end - begin for begin, end in pairwise(ends)]
 
 
 class Ratio(NamedTuple):

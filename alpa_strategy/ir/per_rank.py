@@ -76,12 +76,20 @@ def stacked_over_ranks(
     for rank in range(num_ranks):
         slices = []
         for operand, is_mapped in zip(operands, mapped, strict=True):
-            slices.append(operand.select(0, rank) if is_mapped else operand)
+            slices.append(_slice_of(operand, rank) if is_mapped else operand)
         returned.append(run(*slices))
 
     if isinstance(returned[0], Tensor):
         return _stacked(returned)
     return tuple(_stacked(list(results)) for results in zip(*returned, strict=True))
+
+
+def _slice_of(operand: Tensor, rank: int) -> Tensor:
+    """Return a rank's slice of an operand, [ranks, ...]."""
+    if operand.shape[0] == 1:
+        # The backward of `select` would copy the gradient into zeros.
+        return operand.squeeze(0)
+    return operand.select(0, rank)
 
 
 def with_rank_dim(results: Any) -> Any:

@@ -243,7 +243,8 @@ class ProgramWriter:
         inner = target.inner.on(self.device)
         of_rank = []
         for operand, is_mapped in zip(operands, target.mapped, strict=True):
-            of_rank.append(f"{operand}[0]" if is_mapped else operand)
+            # Not `[0]`: its backward copies the gradient into zeros, which are not channels last.
+            of_rank.append(f"{operand}.squeeze(0)" if is_mapped else operand)
         function = python_function(inner)
         text = self.call_text(f"f_{op.name}", function, op, inner, of_rank)
         self.namespace[with_rank_dim.__name__] = with_rank_dim
