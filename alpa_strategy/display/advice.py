@@ -81,7 +81,7 @@ def best_change(plan: Plan, memory_limit: float | None = None) -> str | None:
     if mean > MOST_IDLE:
         return _advice_on_idle_devices(plan, idle)
     share = parts["compute"] / sum(parts.values())
-    return f"more or faster devices: computation takes {share:.0%} of the step"
+    return f"computation takes {share:.0%} of the step: only more or faster devices shorten it"
 
 
 def _advice_on_idle_devices(plan: Plan, idle: Sequence[float]) -> str | None:
