@@ -542,13 +542,16 @@ def proof_of(plan: Plan) -> str:
     count = plan.num_microbatches
     kind = ""
     if plan.is_pipelined:
-        kind = f" with {count} micro-batch{'es' if count != 1 else ''}"
+        kind = f" with {count} micro-batch{'es' * (count != 1)}"
     elif num_devices > 1:
         kind = " of one stage"
+    pins = plan.figures.pins if plan.figures is not None else ()
+    if any(not pin.startswith("num_microbatches=") for pin in pins):
+        kind += " with these pins" if kind.endswith("stage") else " and these pins"
     if plan.gap <= 1e-6:
         return f"proved optimal among plans{kind}" if kind else "proved optimal"
     if plan.gap >= NO_BOUND:
-        return "without a bound"
+        return "distance to the optimum not known"
     share = max(plan.gap, 1e-4)
     least = format_seconds(plan.predicted.step_seconds * (1 - share))
     return f"no plan{kind} takes less than {least} ({share:.2%} less)"

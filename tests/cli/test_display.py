@@ -312,7 +312,7 @@ def test_words_are_true_of_stages_that_differ():
     [
         (60, ["encoder.layers.*.self_attn.in_proj_weight"]),
         (30, ["encoder.layers.*.self_attn.", "in_proj_weight"]),
-        (15, ["encoder.", "layers.*.", "self_attn.", "in_proj_weight"]),
+        (15, ["encoder.layers.", "*.self_attn.", "in_proj_weight"]),
         # A part that is wider than the column is folded.
         (10, ["encoder.", "layers.*.", "self_attn.", "in_proj_we", "ight"]),
     ],
