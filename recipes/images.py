@@ -28,7 +28,7 @@ class Digits(lightning.LightningDataModule):
             from sklearn.datasets import load_digits
         except ImportError as error:
             raise ImportError(
-                "the digits come with scikit-learn: pip install 'alpa-strategy[recipes]'"
+                "the digits come with scikit-learn: pip install scikit-learn"
             ) from error
         digits = load_digits()
         images = torch.from_numpy(digits.images).float().unsqueeze(1) / 16

@@ -9,7 +9,7 @@
 A program runs three times: under `ddp` (one rank: the plain Trainer), under `alpa` in an empty
 folder (costs are measured, a plan is made), and under `alpa` again with what that has stored. These
 runs give seconds from the start of the process to the end of the first step, the median step from
-step 20 on, and the prediction that alpa reports against it. With `--rounds` each is run so many
+step 20 on, and the prediction that alpa reports against it. With `--rounds N` each is run N
 times, and the median is kept.
 
 Then `ddp` and `alpa` with its stored plan live at the same time and take turns of a few steps

@@ -206,7 +206,7 @@ def _program(row: dict[str, Any]) -> Program:
             "its source says too little of the program (precision, kernels, layout)"
         )
     if (row["cp"] or 1) > 1:
-        raise _NotExpressed("context parallelism (a ring) is not planned for")
+        raise _NotExpressed("a pinned degree of context parallelism: the planner chooses it")
     if (row["ep"] or 1) > 1:
         raise _NotExpressed("expert parallelism: the row's `arch` does not say the experts")
     if _is_float8(row) and "thunder" in row["source"]:

@@ -545,7 +545,7 @@ def select_backend(name: str = "auto", device_type: str = "cpu") -> Any:
     if name == "deepspeed" and not installed:
         raise OptionError(
             'backend="deepspeed": the package deepspeed is not installed',
-            "pip install 'alpa-strategy[deepspeed]', or leave backend at \"auto\"",
+            'pip install deepspeed, or leave backend at "auto"',
         )
     is_deepspeed = name == "deepspeed"
     if name == "auto" and device_type == "cuda":

@@ -59,7 +59,14 @@ def explanation_table(answer: Explanation, show_all: bool = False) -> Renderable
     """Return an answer as a table of layouts, with its reasons below."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("layout")
-    for column in ("step", "more", "stage memory", "collectives", "others change"):
+    for column in (
+        "step",
+        "more",
+        "stage memory",
+        "computation",
+        "collectives",
+        "others change",
+    ):
         table.add_column(column, justify="right")
     _add_row(table, answer.chosen, answer.chosen, "bold")
     shown = answer.choices if show_all else answer.choices[:MAX_ROWS]
@@ -87,6 +94,7 @@ def _add_row(table: Table, choice: LayoutChoice, chosen: LayoutChoice, style: st
         format_seconds(choice.seconds),
         "" if choice is chosen else _signed(more),
         format_bytes(choice.num_bytes),
+        format_seconds(choice.compute_seconds),
         format_seconds(choice.communication_seconds),
         "" if choice is chosen else str(choice.num_changes),
         style=style,

@@ -49,8 +49,7 @@ def best_change(plan: Plan, memory_limit: float | None = None) -> str | None:
         memory_limit: bytes per device; None: that of the plan's figures.
 
     Returns:
-        None if the seconds of the plan's step are not known, or if its devices are idle for a good
-        part of it and no change that is known helps.
+        None if the seconds of the plan's step are not known.
     """
     parts = step_parts(plan)
     if not parts or plan.predicted.step_seconds <= 0:
@@ -69,36 +68,55 @@ def best_change(plan: Plan, memory_limit: float | None = None) -> str | None:
         unit = "" if words else " the samples/s"
         words.append(f"{of_cluster.text}: about {of_cluster.gain:.2f}x{unit}")
     largest_gain = max((c.gain for c in (best, of_cluster) if c is not None), default=1.0)
-    if waiting - (1 - 1 / largest_gain) >= LEAST_GAIN:
+    pins = _pins_of_waiting(plan)
+    if pins and waiting - (1 - 1 / largest_gain) >= LEAST_GAIN:
         words.append(
-            f"waiting takes {waiting:.0%} of the step: where schedule=, num_stages= or"
-            " num_microbatches= is pinned, another may wait less"
+            f"waiting takes {waiting:.0%} of the step: without {' and '.join(pins)} another plan"
+            " may wait less"
         )
     if words:
         return "; ".join(words)
+
     idle = _idle_of_devices(plan)
-    mean = sum(idle) / len(idle)
+    mean = max(sum(idle) / len(idle), waiting)
     if mean > MOST_IDLE:
-        return _advice_on_idle_devices(plan, idle)
+        return _advice_on_idle_devices(plan, idle, mean)
     share = parts["compute"] / sum(parts.values())
-    return f"more or faster devices: computation takes {share:.0%} of the step"
+    return f"computation takes {share:.0%} of the step: only more or faster devices shorten it"
 
 
-def _advice_on_idle_devices(plan: Plan, idle: Sequence[float]) -> str | None:
-    """Return faster links at the slowest boundary, if one is slow; None if none is.
+def _pins_of_waiting(plan: Plan) -> list[str]:
+    """Return the pinned options of a plan that decide how long its devices wait."""
+    pins = plan.figures.pins if plan.figures is not None else ()
+    decisive = ("schedule=", "num_stages=", "stages=", "num_microbatches=")
+    return [pin for pin in pins if pin.startswith(decisive)]
+
+
+def _advice_on_idle_devices(plan: Plan, idle: Sequence[float], mean: float) -> str:
+    """Return what would shorten the time in which devices are idle, as far as it is known.
 
     Args:
         plan: a pipeline.
         idle: of every device, the share of the step.
+        mean: of all devices.
     """
     slow = slow_boundaries(plan)
-    if not slow:
-        return None
-    _, stage = max(slow)
-    mean = sum(idle) / len(idle)
+    if slow:
+        _, stage = max(slow)
+        return (
+            f"faster links between stages {stage} and {stage + 1}: beside a slow boundary stages"
+            f" are unequal, and devices are idle for {mean:.0%} of the step (one for"
+            f" {max(idle):.0%})"
+        )
+    pins = _pins_of_waiting(plan)
+    if pins:
+        return (
+            f"devices are idle for {mean:.0%} of the step: without {' and '.join(pins)} another"
+            " plan may wait less"
+        )
     return (
-        f"faster links between stages {stage} and {stage + 1}: beside a slow boundary stages are"
-        f" unequal, and devices are idle for {mean:.0%} of the step (one for {max(idle):.0%})"
+        f"none that is known: devices are idle for {mean:.0%} of the step; `alpa whatif` plans"
+        " with a change"
     )
 
 

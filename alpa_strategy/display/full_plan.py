@@ -11,7 +11,7 @@ from rich.text import Text
 from alpa_strategy.display.communication import messages_table, sum_of_collectives_text
 from alpa_strategy.display.console import make_console, plain
 from alpa_strategy.display.figures import opening
-from alpa_strategy.display.memory import memory_of_meshes, memory_table
+from alpa_strategy.display.memory import memory_limit_of, memory_of_meshes, memory_table
 from alpa_strategy.display.table import (
     collectives_table,
     equal_stages,
@@ -47,7 +47,7 @@ def plan_table(
         messages = messages_table(plan)
         if messages is not None:
             sections += [Text(), messages]
-        sections += _memory_of_stages(plan)
+        sections += _memory_of_stages(plan, memory_limit_of(plan, memory_limit))
     schedule = plan_timeline(plan, MAX_DRAWN)
     if schedule is not None:
         sections += [Text(), schedule]
@@ -66,12 +66,13 @@ def plan_table(
     return Group(*sections)
 
 
-def _memory_of_stages(plan: Plan) -> list[RenderableType]:
+def _memory_of_stages(plan: Plan, memory_limit: float | None) -> list[RenderableType]:
     """Return a table of the memory of each mesh by parts; nothing if the parts are not known."""
     rows = memory_of_meshes(plan)
     if not any(rows.values()):
         return []
-    return [Text(), plain("memory of a device at the peak", "dim"), memory_table(rows)]
+    table = memory_table(rows, memory_limit=memory_limit)
+    return [Text(), plain("memory of a device at the peak", "dim"), table]
 
 
 def plan_svg(plan: Plan) -> str:

@@ -44,6 +44,7 @@ def memory_table(
     rows: Mapping[str, Mapping[str, int]],
     names: Sequence[str] = MEMORY_PARTS,
     max_rows: int | None = None,
+    memory_limit: float | None = None,
 ) -> Table:
     """Return a table of memory by parts, a row for each run of stages with about the same bytes.
 
@@ -51,12 +52,15 @@ def memory_table(
         rows: bytes by part, by stage (`memory_of_meshes`).
         names: of the parts, in the order of the columns.
         max_rows: those that follow are left out; None: none are.
+        memory_limit: bytes that a plan may use, for a column of what is left; None: no such column.
     """
     table = Table(box=None, padding=(0, 1), show_edge=False)
     table.add_column("stage", style="dim")
     for name in names:
         table.add_column(_HEADINGS.get(name, name), justify="right", no_wrap=True)
     table.add_column("sum", justify="right", no_wrap=True)
+    if memory_limit is not None:
+        table.add_column("left", justify="right", no_wrap=True)
     groups = []
     for _, members in groupby(rows.items(), key=lambda row: _rounded(row[1], names)):
         groups.append(list(members))
@@ -65,18 +69,27 @@ def memory_table(
         # The last row is that of the dots.
         num_shown = max_rows - 1
     for group in groups[:num_shown]:
-        table.add_row(*_memory_row(group, names))
+        table.add_row(*_memory_row(group, names, memory_limit))
     if num_shown < len(groups):
         table.add_row("...")
     return table
 
 
-def _memory_row(group: Sequence[tuple[str, Mapping[str, int]]], names: Sequence[str]) -> list[str]:
-    """Return the cells of a run of equal stages."""
-    label = group[0][0] if len(group) == 1 else f"{group[0][0]}-{group[-1][0]}"
+def _memory_row(
+    group: Sequence[tuple[str, Mapping[str, int]]],
+    names: Sequence[str],
+    memory_limit: float | None,
+) -> list[str]:
+    """Return the cells of a run of equal stages; a device's stages are joined by `+`."""
+    first, last = (group[index][0].replace(",", "+") for index in (0, -1))
+    label = first if len(group) == 1 else f"{first} to {last}"
     _, largest = max(group, key=lambda row: sum(row[1].values()))
     cells = [format_bytes(largest.get(name, 0)) for name in names]
-    return [label, *cells, format_bytes(sum(largest.values()))]
+    total = sum(largest.values())
+    cells.append(format_bytes(total))
+    if memory_limit is not None:
+        cells.append(format_bytes(memory_limit - total) if total <= memory_limit else "none")
+    return [label, *cells]
 
 
 def _rounded(parts: Mapping[str, int], names: Sequence[str]) -> tuple[int, ...]:

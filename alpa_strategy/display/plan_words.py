@@ -205,7 +205,7 @@ def batch_words(figures: TaskFigures) -> str:
 
 def task_words(plan: Plan) -> str:
     """Return what a plan was made for, as far as it is known, such as `1024 samples of 1024 tokens,
-    16 a micro-batch, 16-mixed, AdamW`.
+    16 a micro-batch, 16-mixed, AdamW; pinned: num_microbatches=64`.
     """
     figures = plan.figures
     if figures is None:
@@ -214,7 +214,9 @@ def task_words(plan: Plan) -> str:
     if figures.num_samples and plan.num_microbatches > 1:
         words.append(f"{figures.num_samples / plan.num_microbatches:g} a micro-batch")
     words += [figures.precision, figures.optimizer_name]
-    return ", ".join(word for word in words if word)
+    made_for = ", ".join(word for word in words if word)
+    pins = f"pinned: {', '.join(figures.pins)}" if figures.pins else ""
+    return "; ".join(part for part in (made_for, pins) if part)
 
 
 def _words_of_unequal(summaries: Sequence[StageSummary]) -> list[str]:

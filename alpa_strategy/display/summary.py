@@ -18,7 +18,10 @@ MAX_NOTE_CHARACTERS = 160
 
 
 def plan_summary(
-    plan: Plan, memory_limit: float | None = None, process_bytes: int = 0
+    plan: Plan,
+    memory_limit: float | None = None,
+    process_bytes: int = 0,
+    location: str = "PLAN.json",
 ) -> RenderableType:
     """Return the plan on one screen.
 
@@ -26,19 +29,20 @@ def plan_summary(
         plan: to show.
         memory_limit: bytes per device; None: that of the plan's figures.
         process_bytes: of host memory that the process takes in addition to the plan's tensors.
+        location: of the plan's file, for the command that shows the rest.
     """
     sections = opening(plan, memory_limit, process_bytes, MAX_FINDINGS)
     if 1 < len(plan.stages) <= MAX_STAGES:
         sections += [Text(), stage_overview(plan)]
     elif len(plan.stages) > MAX_STAGES:
-        line = f"the table of the {len(plan.stages)} stages is left out here: alpa show PLAN.json"
+        line = f"the table of the {len(plan.stages)} stages is left out here: alpa show {location}"
         sections += [Text(), plain(line, "dim")]
-    sections += _notes(plan)
+    sections += _notes(plan, location)
     return Group(*sections)
 
 
-def _notes(plan: Plan) -> list[RenderableType]:
-    """Return the first notes, those that say the same once."""
+def _notes(plan: Plan, location: str) -> list[RenderableType]:
+    """Return the first notes, those that say the same once, and where the rest is shown."""
     notes = [note for note, _ in groupby(plan.notes)]
     shown: list[RenderableType] = []
     for note in notes[:MAX_NOTES]:
@@ -48,5 +52,5 @@ def _notes(plan: Plan) -> list[RenderableType]:
     others = "layouts, collectives and memory by stage"
     if len(notes) > MAX_NOTES:
         others += f", {len(notes) - MAX_NOTES} more notes"
-    shown.append(plain(f"{others}: alpa show PLAN.json", "dim"))
+    shown.append(plain(f"{others}: alpa show {location}", "dim"))
     return shown

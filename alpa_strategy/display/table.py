@@ -13,7 +13,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from alpa_strategy.display.console import plain
+from alpa_strategy.display.console import DottedName, plain
 from alpa_strategy.display.stage_groups import idle_shares
 from alpa_strategy.display.timeline import device_range, has_timeline
 from alpa_strategy.errors import printable
@@ -75,7 +75,9 @@ def plan_timing(plan: Plan, peak_rss: float | None = None) -> Text:
         by_phase[name.split(" ")[0]] += seconds
     phases = [f"{phase} {format_seconds(seconds)}" for phase, seconds in by_phase.items()]
     total = sum(plan.solver_seconds.values())
-    text = f"planned in {format_seconds(total)}" + (f": {', '.join(phases)}" if phases else "")
+    # A training's plan has only the seconds of the solvers: it captured before.
+    verb = "planned" if "capture" in by_phase else "solved"
+    text = f"{verb} in {format_seconds(total)}" + (f": {', '.join(phases)}" if phases else "")
     memory = f"; peak memory {format_bytes(peak_rss)}" if peak_rss else ""
     return plain(text + memory, "dim")
 
@@ -99,10 +101,10 @@ def prediction_text(seconds: float, planned_seconds: float) -> str:
         return shown
     difference = format_seconds(abs(seconds - planned_seconds))
     if seconds > planned_seconds:
-        changed = f"{planned} of the plan + {difference} that the Trainer's loop and loader add"
+        change = f"{difference} more"
     else:
-        changed = f"{planned} of the plan - {difference} that the Trainer's loop and loader save"
-    return f"{shown} ({changed}, as the run has measured)"
+        change = f"{difference} less"
+    return f"{shown} ({planned} by the plan, {change} in the Trainer's loop and loader)"
 
 
 def measured_line(
@@ -131,8 +133,8 @@ def measured_line(
     )
     if predicted > 0 and measured_seconds > 0:
         ratio = measured_seconds / predicted
-        way = "as predicted" if 0.95 <= ratio <= 1.05 else f"{_ratio(ratio)} the prediction"
-        text.append(f" ({way})", style="dim")
+        is_near = 0.95 <= ratio <= 1.05
+        text.append(", as predicted" if is_near else f": {_ratio(ratio)} the prediction")
     if rates:
         text.append(f", {rates}")
     host_seconds = prediction.host_seconds + prediction.loop_seconds
@@ -306,7 +308,7 @@ def parameters_table(stage: StagePlan, stands_for_others: bool) -> Table:
     """
     groups = parameter_groups(stage.parameter_plans, stage.shapes)
     table = plain_table()
-    table.add_column("parameters", overflow="fold")
+    table.add_column("parameters")
     table.add_column("", justify="right", style="dim", no_wrap=True)
     has_shapes = any(group.shape is not None for group in groups)
     if has_shapes:
@@ -319,7 +321,7 @@ def parameters_table(stage: StagePlan, stands_for_others: bool) -> Table:
     for group in groups:
         pattern = collapse_indices(group.pattern) if stands_for_others else group.pattern
         count = len(group.names)
-        row: list[RenderableType] = [plain(pattern), f"x{count}" if count > 1 else ""]
+        row: list[RenderableType] = [DottedName(pattern), f"x{count}" if count > 1 else ""]
         if group.shape is not None:
             num_elements = count * math.prod(group.shape)
             row += [mesh_text(group.shape) or "scalar", format_count(num_elements)]
@@ -338,7 +340,7 @@ def collectives_table(stage: StagePlan) -> RenderableType:
     call of each moves.
     """
     table = plain_table("collective", "axis", "when")
-    add_columns(table, (), ("calls", "bytes", "time per step"))
+    add_columns(table, (), ("tensors", "bytes", "time per step"))
     tensors = []
     for c in sorted(stage.collectives, key=lambda c: (-c.seconds, c.kind)):
         when = "once a step" if c.phase == "step" else c.phase
@@ -538,18 +540,21 @@ def proof_of(plan: Plan) -> str:
 
     num_devices = sum(math.prod(stage.submesh) for stage in plan.stages)
     count = plan.num_microbatches
-    among = ""
+    kind = ""
     if plan.is_pipelined:
-        among = f" for {count} micro-batch{'es' if count != 1 else ''}"
+        kind = f" with {count} micro-batch{'es' * (count != 1)}"
     elif num_devices > 1:
-        among = " of one stage"
+        kind = " of one stage"
+    pins = plan.figures.pins if plan.figures is not None else ()
+    if any(not pin.startswith("num_microbatches=") for pin in pins):
+        kind += " with these pins" if kind.endswith("stage") else " and these pins"
     if plan.gap <= 1e-6:
-        return f"proved optimal{among}"
+        return f"proved optimal among plans{kind}" if kind else "proved optimal"
     if plan.gap >= NO_BOUND:
-        return "without a bound"
+        return "distance to the optimum not known"
     share = max(plan.gap, 1e-4)
     least = format_seconds(plan.predicted.step_seconds * (1 - share))
-    return f"the optimum{among} takes at least {least} ({share:.2%} less)"
+    return f"no plan{kind} takes less than {least} ({share:.2%} less)"
 
 
 def tune_table(plans: Mapping[int, Plan | Exception], best: int | None, num_ranks: int) -> Table:

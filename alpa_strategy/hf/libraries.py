@@ -21,5 +21,5 @@ def library(name: str) -> ModuleType:
         package = name.partition(".")[0]
         raise SetupError(
             f"{package} is not installed, which models of Hugging Face need",
-            f"pip install {package}, or all of them: pip install 'alpa-strategy[hf]'",
+            f"pip install {package}, or all of them: pip install transformers safetensors peft",
         ) from error

@@ -65,6 +65,9 @@ class TaskFigures:
     # Bytes of a device that the plan may use; None: no limit.
     memory_limit: float | None = None
 
+    # Options that were pinned, such as `num_microbatches=16`: only plans with these were searched.
+    pins: tuple[str, ...] = ()
+
     def samples_per_second(self, step_seconds: float) -> float | None:
         """Return the samples per second of steps that take `step_seconds`; None: not known."""
         return _rate(self.num_samples, step_seconds)

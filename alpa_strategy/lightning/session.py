@@ -483,4 +483,14 @@ def _show_plan(run: "ShardedRun", job: Job, process_bytes: int = 0) -> None:
         )
     # A run that only records the calls of submodules has nothing to show.
     if job.submodules is None or run.plan.stages[0].strategies:
-        job.progress.say(plan_summary(run.plan, run.memory_limit, process_bytes))
+        location = _location_of(run.plan, job)
+        job.progress.say(plan_summary(run.plan, run.memory_limit, process_bytes, location))
+
+
+def _location_of(plan: "Plan", job: Job) -> str:
+    """Return the path or URL of a plan's file; a placeholder if it is not in the job's folder."""
+    from alpa_strategy.planner.plan_store import PlanStore
+
+    store = PlanStore(job.plan_folder, job.plan_url)
+    is_stored = store.path(plan.fingerprint).exists()
+    return store.location(plan.fingerprint) if is_stored else "PLAN.json"

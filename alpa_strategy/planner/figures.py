@@ -18,6 +18,7 @@ from alpa_strategy.ir.per_rank import PerRank
 from alpa_strategy.ir.plan import Plan
 from alpa_strategy.ir.task_figures import TaskFigures
 from alpa_strategy.microbatch.transform import num_samples
+from alpa_strategy.options import PlanOptions
 from alpa_strategy.planner.task import PlanTask
 
 # (dtype of parameters, dtype of matmuls) -> the Trainer's name of the precision.
@@ -31,6 +32,23 @@ PRECISION_NAMES = {
 }
 # Precisions that a step in float32 may have instead, the best known to converge first.
 HALF_PRECISIONS = {torch.bfloat16: "bf16-mixed", torch.float16: "16-mixed"}
+
+
+# Options that leave fewer plans to choose from, in the order in which they are shown.
+PINNING_OPTIONS = (
+    "parallel",
+    "logical_mesh",
+    "placements",
+    "device_map",
+    "num_stages",
+    "stages",
+    "num_microbatches",
+    "schedule",
+    "remat",
+    "offload",
+)
+# Characters of a pinned value that are shown.
+LONGEST_PIN = 40
 
 
 def with_figures(plan: Plan, task: PlanTask) -> Plan:
@@ -68,7 +86,29 @@ def task_figures(task: PlanTask) -> TaskFigures:
         unrated_dtypes=tuple(dtype for dtype in flops if dtype not in peaks),
         rated_precision=_rated_precision(assumed, peaks),
         memory_limit=task.memory_limit if math.isfinite(task.memory_limit) else None,
+        pins=pinned_options(task.options),
     )
+
+
+def pinned_options(options: PlanOptions) -> tuple[str, ...]:
+    """Return the options that leave fewer plans to choose from, such as `num_microbatches=16`."""
+    defaults = PlanOptions()
+    pins = []
+    for name in PINNING_OPTIONS:
+        value = getattr(options, name)
+        if value == getattr(defaults, name):
+            continue
+        # Patterns of parameters or modules with their layouts, devices or stages can be many.
+        is_long = isinstance(value, tuple) and len(str(value)) > LONGEST_PIN
+        pins.append(f"{name}={'...' if is_long else _pin_text(value)}")
+    return tuple(pins)
+
+
+def _pin_text(value: object) -> str:
+    """Return a pinned value as a user writes it in YAML."""
+    if isinstance(value, tuple):
+        return f"[{', '.join(map(_pin_text, value))}]"
+    return str(value)
 
 
 def assumed_of_precision(precision: str, device: DeviceSpec) -> tuple[dict[str, str], str]:

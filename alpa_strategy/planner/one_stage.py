@@ -112,7 +112,7 @@ def _solve_meshes(
     priced: list[tuple[str, PricedStage]] = []
     for shape in logical_shapes(task.options, task.cluster):
         label = "x".join(map(str, shape))
-        with task.progress(f"price {label}"), timed(spent, f"price {label}"):
+        with task.progress(f"price mesh {label}"), timed(spent, f"price {label}"):
             try:
                 priced.append((label, solver.price(whole_step_request(task, shape, pinned))))
             except PlanError as error:
@@ -125,7 +125,7 @@ def _solve_meshes(
     while priced:
         # The tables of a priced stage are large: they go with it.
         label, stage = priced.pop()
-        with task.progress(f"solve {label}"), timed(spent, f"solve {label}"):
+        with task.progress(f"solve mesh {label}"), timed(spent, f"solve {label}"):
             try:
                 best = solver.solve_priced(stage, best.objective if best else math.inf)
             except NoCheaperSolution:

@@ -283,8 +283,8 @@ def _why_no_pipeline(task: PlanTask, one: Plan) -> str | None:
     lost = max(0.0, 1 - ideal_seconds / hidden_seconds(one, task.cluster.overlap))
     if lost < SCREEN:
         return (
-            "with all computation divided evenly and no communication, a step would be only"
-            f" {lost:.0%} shorter than with one stage"
+            f"at best, with equal stages and free communication, it would shorten the step by"
+            f" {lost:.0%}"
         )
     return None
 

@@ -11,7 +11,7 @@ from cli.test_timeline import staged
 
 from alpa_strategy.display.advice import best_change
 from alpa_strategy.display.timeline import plan_timeline
-from alpa_strategy.ir.plan import Collective, Plan, Predicted
+from alpa_strategy.ir.plan import Collective, Plan, Predicted, TaskFigures
 
 
 def one_stage(phase: str = "step", **seconds: float) -> Plan:
@@ -59,7 +59,7 @@ def test_collectives_between_ops_need_faster_links() -> None:
 def test_a_step_of_computation_needs_devices() -> None:
     plan = one_stage(compute=0.97, communication=0.03)
     text = best_change(plan)
-    assert text == "more or faster devices: computation takes 97% of the step"
+    assert text == "computation takes 97% of the step: only more or faster devices shorten it"
 
 
 def test_more_micro_batches_shorten_the_waiting_of_a_pipeline() -> None:
@@ -104,12 +104,17 @@ def test_a_pipeline_that_waits_for_messages_needs_faster_links() -> None:
 
 
 def test_waiting_that_no_change_shortens_is_named() -> None:
-    text = best_change(pipeline(last_forward=0.004))
+    plan = pipeline(last_forward=0.004)
+    text = best_change(plan)
     assert text is not None
-    assert text.startswith("waiting takes 50% of the step: where schedule=, num_stages= or")
+    assert text.startswith("none that is known: devices are idle for 50% of the step")
     assert "faster" not in text
+    pinned = replace(plan, figures=TaskFigures(pins=("parallel=zero3", "num_microbatches=512")))
+    assert best_change(pinned) == (
+        "waiting takes 50% of the step: without num_microbatches=512 another plan may wait less"
+    )
     # Without waiting there is nothing of it to say.
-    assert (best_change(pipeline()) or "").startswith("more or faster devices")
+    assert (best_change(pipeline()) or "").startswith("computation takes")
 
 
 def test_devices_are_not_the_advice_where_most_are_idle() -> None:
@@ -120,7 +125,7 @@ def test_devices_are_not_the_advice_where_most_are_idle() -> None:
         work = 512 * (stage.forward_seconds + stage.backward_seconds)
         stages.append(replace(stage, predicted=Predicted(work, 100, work)))
     plan = replace(plan, stages=tuple(stages), predicted=busy)
-    assert best_change(plan) is None
+    assert (best_change(plan) or "").startswith("none that is known: devices are idle for 43%")
     first, last = plan.stages
     slow = replace(plan, stages=(replace(first, boundary_seconds=0.002), last))
     assert best_change(slow) == (

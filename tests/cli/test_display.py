@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
+from alpa_strategy.display.console import DottedName
 from alpa_strategy.display.difference import stages_text
 from alpa_strategy.display.full_plan import plan_svg, plan_table
 from alpa_strategy.display.plan_words import plan_words
@@ -150,7 +151,7 @@ def test_timing_and_measured_line():
     assert "planned in 7.50 s: capture 3.00 s, solve 4.50 s" in as_text(
         plan_timing(gpt_plan(), 2**30)
     )
-    assert "measured 1.00 s, predicted 800 ms (1.25x" in as_text(
+    assert "measured 1.00 s, predicted 800 ms: 1.25x" in as_text(
         measured_line(gpt_plan().predicted, 1.0)
     )
 
@@ -159,11 +160,11 @@ def test_two_predictions_of_a_step_are_told_apart():
     """The plan's, and that with the Trainer's loop as the job has measured it."""
     in_job = Predicted(0.192, 1, 0.181)
     text = as_text(measured_line(in_job, 0.628, planned_seconds=0.181), 300)
-    assert "predicted 192 ms (181 ms of the plan + 11.0 ms that the Trainer's loop" in text
+    assert "predicted 192 ms (181 ms by the plan, 11.0 ms more in the Trainer's loop" in text
     assert "3.27x the prediction" in text
     less = as_text(measured_line(in_job, 0.628, planned_seconds=0.2), 300)
-    assert "predicted 192 ms (200 ms of the plan - 8.00 ms that" in less
-    assert "of the plan" not in as_text(measured_line(in_job, 0.628, planned_seconds=0.192), 300)
+    assert "predicted 192 ms (200 ms by the plan, 8.00 ms less in" in less
+    assert "by the plan" not in as_text(measured_line(in_job, 0.628, planned_seconds=0.192), 300)
 
 
 def test_the_report_says_where_the_host_limits():
@@ -304,3 +305,18 @@ def test_words_are_true_of_stages_that_differ():
     alone = replace(plan, stages=(replace(alone, remat=True),))
     assert plan_words(alone) == "one device, activation checkpointing"
     assert stages_text(gpt_plan(3)) == "3 stages, each on mesh 2 x 4"
+
+
+@pytest.mark.parametrize(
+    ("width", "lines"),
+    [
+        (60, ["encoder.layers.*.self_attn.in_proj_weight"]),
+        (30, ["encoder.layers.*.self_attn.", "in_proj_weight"]),
+        (15, ["encoder.layers.", "*.self_attn.", "in_proj_weight"]),
+        # A part that is wider than the column is folded.
+        (10, ["encoder.", "layers.*.", "self_attn.", "in_proj_we", "ight"]),
+    ],
+)
+def test_long_names_break_after_a_dot(width, lines):
+    name = DottedName("encoder.layers.*.self_attn.in_proj_weight")
+    assert [line.rstrip() for line in as_text(name, width).splitlines()] == lines

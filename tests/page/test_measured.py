@@ -110,7 +110,7 @@ def test_the_page_and_the_terminal_compare_with_the_prediction_of_the_run(capsys
     assert shown["predicted"] == pytest.approx(in_run, rel=1e-3)
     predicted = [seconds for _, _, seconds in shown["parts"] if seconds is not None]
     assert sum(predicted) == pytest.approx(in_run, rel=1e-3)
-    assert "of the plan + 500 ms that the Trainer's loop" in shown["prediction"]
+    assert "by the plan, 500 ms more in the Trainer's loop" in shown["prediction"]
 
     assert main(["show", str(path)]) == 0
     printed = " ".join(capsys.readouterr().out.split())

@@ -12,14 +12,20 @@
   const PLACES = { before: "before it", inside: "inside it", update: "its update" };
   const PHASES = { forward: "forward", backward: "backward", step: "once per step" };
 
-  function meaning(mode) {
-    const known = MEANINGS[mode] || MEANINGS[mode[0]] || "";
+  const GATHERED = "sharded along dim %; gathered at each use (ZeRO-3)";
+  const IN_SHARDS = "sharded along dim %; used as shards (tensor or expert parallel)";
+
+  // What a placement means, and what the known collectives say of its use.
+  function meaning(mode, axis, moved) {
+    let known = MEANINGS[mode] || MEANINGS[mode[0]] || "";
+    if (mode[0] === "S" && moved) known = moved.some((m) => m.kind === "all_gather" && m.axis === axis) ? GATHERED : IN_SHARDS;
     return known.replace("%", mode.slice(1));
   }
 
-  function axes(stage, text) {
+  // `moved`: the collectives of the parameter; undefined if they are not known.
+  function axes(stage, text, moved) {
     return alpa.table(["axis", "#devices", "placement", "meaning"], text.split(" ").slice(0, stage.mesh.length).map((mode, axis) =>
-      [`${axis}`, `${stage.mesh[axis]}`, el("span", { class: "badge" }, mode), meaning(mode)]));
+      [`${axis}`, `${stage.mesh[axis]}`, el("span", { class: "badge" }, mode), meaning(mode, axis, moved)]));
   }
 
   function link(plan, stage, name) {
@@ -53,11 +59,12 @@
     const answer = plan.explanations[of.name];
     if (answer) {
       const [chosen] = answer.choices;
-      nodes.push(alpa.table(["layout", "#step", "#more", "#memory"], answer.choices.map((choice) => [
+      nodes.push(alpa.table(["layout", "#step", "#more", "#stage memory", "#computation", "#collectives", "#others change"], answer.choices.map((choice) => [
         el("span", {}, el("span", { class: "badge" }, choice.layout), choice === chosen ? " the plan's" : ""),
         choice.seconds === null ? el("span", { title: alpa.text(choice.problem) }, "does not fit") : alpa.seconds(choice.seconds),
         choice.seconds === null || choice === chosen ? "" : more(choice.seconds - chosen.seconds),
-        choice.seconds === null ? "" : alpa.bytes(choice.bytes)])),
+        ...(choice.seconds === null ? ["", "", "", ""] : [alpa.bytes(choice.bytes), alpa.seconds(choice.compute), alpa.seconds(choice.communication),
+          choice === chosen ? "" : `${choice.changes}`])])),
       el("ul", { class: "findings" }, answer.reasons.map((reason) => el("li", {}, alpa.text(reason)))));
     } else if (!plan.explainable) {
       nodes.push(el("p", { class: "soft" }, "The planner answers this by solving the plan once more, for which it needs the model. This page knows no recipe of it: ask in the program that has the model."));
@@ -72,6 +79,8 @@
   function parameter(plan, selection) {
     const stage = plan.stages[selection.stage];
     const of = stage.parameters[selection.index];
+    const uses = stage.ops.filter((op) => (op.messages || []).some((m) => m.value === of.name));
+    const moved = [...(of.messages || []), ...uses.flatMap((op) => op.messages.filter((m) => m.value === of.name))];
     const nodes = [
       el("div", { class: "kicker" }, `parameter of ${alpa.stageName(plan, selection.stage)}`),
       el("h2", { class: "mono" }, alpa.text(of.name)),
@@ -81,14 +90,12 @@
         ["layout", alpa.layoutBadge(of.modes), of.host ? " in host memory" : ""],
         of.update !== undefined && ["update", alpa.seconds(of.update)],
         of.readers && ["read by", ...joined(of.readers.map((name) => link(plan, selection.stage, name)))],
-      ]), axes(stage, of.modes)];
+      ]), axes(stage, of.modes, of.messages && moved)];
     if (of.bytes) {
       const parts = ["weights", "gradients", "state", "gathered"].map((name, index) =>
         [name, { weights: "weights", gradients: "gradient", state: "optimizer state", gathered: "gathered copy and its gradient" }[name], of.bytes[index]]);
       nodes.push(el("h3", {}, `Bytes of a device: ${alpa.bytes(alpa.sum(of.bytes))}`), ...alpa.stack(parts, alpa.bytes));
     }
-    const uses = stage.ops.filter((op) => (op.messages || []).some((m) => m.value === of.name));
-    const moved = [...(of.messages || []), ...uses.flatMap((op) => op.messages.filter((m) => m.value === of.name))];
     if (moved.length) nodes.push(el("h3", {}, "Collectives"), messages(plan, selection.stage, moved));
     else if (of.messages) nodes.push(el("p", { class: "soft" }, "No collective moves it or its gradient."));
     nodes.push(...alternatives(plan, of));

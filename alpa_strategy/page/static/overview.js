@@ -9,7 +9,7 @@
   function proof(plan) {
     if (plan.eager) return "eager";
     if (plan.gap <= 1e-6) return "optimal";
-    return plan.gap >= 1 ? "none" : `≥ ${alpa.seconds(plan.step * (1 - Math.max(1e-4, plan.gap)))}`;
+    return plan.gap >= 1 ? "not known" : `≥ ${alpa.seconds(plan.step * (1 - Math.max(1e-4, plan.gap)))}`;
   }
 
   function figures(plan) {

@@ -356,7 +356,7 @@
     let note = drawn;
     if (host > 0) note += ` on the devices; not drawn: the host adds ${alpa.seconds(host)}, so a step takes ${alpa.seconds(plan.step)}`;
     else if (plan.step && drawn === alpa.seconds(step.end) && drawn !== alpa.seconds(plan.step)) {
-      note += `; not drawn: the runtime's own time for each micro-batch, so a step takes ${alpa.seconds(plan.step)}`;
+      note += `; not drawn: the runtime's own time for each micro-batch (a part of waiting, above), so a step takes ${alpa.seconds(plan.step)}`;
     }
     return el("section", { class: "card", "aria-label": "schedule" },
       el("div", { class: "section-head" }, el("h2", {}, "The step over time"), el("span", { class: "soft" }, note), tools),
