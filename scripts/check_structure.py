@@ -65,6 +65,7 @@ _NO_PLANNER = "the planner is imported where a command plans, not for `alpa show
 LAZY_FILES = {
     "__init__.py": "its names are loaded at their first use",
     "cli.py": "each subcommand imports the folders that `import alpa_strategy` leaves out",
+    "commands/origin.py": _NO_PLANNER,
     "commands/plan.py": _NO_PLANNER,
     "commands/recipe_task.py": _NO_PLANNER,
     "commands/whatif.py": _NO_PLANNER,

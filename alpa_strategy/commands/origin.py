@@ -1,4 +1,4 @@
-"""The task that a stored plan was made for, made once more from its recipe."""
+"""The task that a stored plan was made for, made once more from its recipe or its model by name."""
 
 from dataclasses import dataclass
 
@@ -6,7 +6,8 @@ from alpa_strategy.cluster.spec import ClusterSpec
 from alpa_strategy.commands.recipe_task import captured_recipe, split_overrides
 from alpa_strategy.display.progress import Progress
 from alpa_strategy.errors import PlanError
-from alpa_strategy.fit.command import check_is_recipe
+from alpa_strategy.fit.command import fit_request, is_by_name
+from alpa_strategy.fit.request import FitRequest
 from alpa_strategy.ir.plan import Plan
 from alpa_strategy.ir.plan_details import Origin, PlanDetails, details_of_file, details_path
 from alpa_strategy.planner.task import PlanTask, check_fits
@@ -42,15 +43,50 @@ def stored_plan(path: str, progress: Progress) -> StoredPlan:
             " alpa_strategy.make_plan(module, batch, cluster).explain(NAME); or plan a recipe of"
             " it: alpa plan RECIPE --cluster CLUSTER -o PLAN.json",
         )
+    check_has_flags(path, details.origin)
     task = task_of(details.origin, progress)
     check_fits(plan, task.fingerprint, path)
     return StoredPlan(plan, details, task)
 
 
 def task_of(origin: Origin, progress: Progress) -> PlanTask:
-    """Return the task of planning a recipe for a cluster."""
-    check_is_recipe(origin.recipe)
+    """Return the task of planning a recipe, or a model by name, for a cluster."""
+    from alpa_strategy.fit.variation import CapturedRequests
+
     to_cluster, overrides = split_overrides(origin.overrides)
     cluster = ClusterSpec.load(origin.cluster, to_cluster)
+    request = request_of(origin, cluster)
+    if request is not None:
+        task, _ = CapturedRequests(progress).planning(request, cluster, overrides)
+        return task
     recipe = load_recipe(origin.recipe, overrides)
     return captured_recipe(recipe, cluster, progress).task
+
+
+def check_has_flags(path: str, origin: Origin) -> None:
+    """Check that the origin of a stored plan says what was asked of a model by name.
+
+    Args:
+        path: of the plan.
+        origin: of the plan.
+
+    Raises:
+        PlanError: it does not.
+    """
+    if is_by_name(origin.recipe) and not origin.flags:
+        raise PlanError(
+            f"{path} was stored by an older version, without the flags that it was made with",
+            f"make it once more: alpa plan {origin.recipe} --cluster {origin.cluster} -o {path}",
+        )
+
+
+def request_of(origin: Origin, cluster: ClusterSpec) -> FitRequest | None:
+    """Return what was asked of a model by name; None: the origin is a recipe.
+
+    Args:
+        origin: a recipe or a model by name.
+        cluster: that it is planned for.
+    """
+    if not is_by_name(origin.recipe):
+        return None
+    return fit_request(origin.recipe, origin.flags, cluster.num_devices)

@@ -24,7 +24,16 @@ from alpa_strategy.display.summary import plan_summary
 from alpa_strategy.display.table import plan_timing, tune_table
 from alpa_strategy.errors import AlpaError, OptionError, check_names
 from alpa_strategy.files import RECIPES, shipped_folder
-from alpa_strategy.fit.command import add_fit_arguments, is_by_name, plan_by_name, warn_of_rates
+from alpa_strategy.fit.command import (
+    add_fit_arguments,
+    check_no_flags,
+    fit_request,
+    given_flags,
+    is_by_name,
+    plan_by_name,
+    request_flags,
+    warn_of_rates,
+)
 from alpa_strategy.ir.plan import Plan
 from alpa_strategy.ir.plan_details import Origin
 from alpa_strategy.loading import rare_collections
@@ -104,17 +113,49 @@ def run(arguments: argparse.Namespace) -> int:
     to_cluster, overrides = split_overrides(arguments.overrides)
     cluster = ClusterSpec.load(arguments.cluster, to_cluster)
     console = make_console()
+    flags: tuple[str, ...] = ()
     if is_by_name(arguments.recipe):
-        plan, task = plan_by_name(arguments, cluster, overrides)
+        _check_for_models_by_name(arguments)
+        asked = given_flags(arguments)
+        request = fit_request(arguments.recipe, asked, cluster.num_devices)
+        flags = request_flags(request)
+        plan, task = plan_by_name(request, arguments, cluster, overrides)
     else:
+        check_no_flags(arguments.recipe, arguments)
         plan, task = _plan_recipe(arguments, cluster, overrides, console)
 
     if arguments.output:
         with writing(arguments.output):
-            origin = Origin(arguments.recipe, arguments.cluster, tuple(arguments.overrides))
+            sizes = _sizes_of_sweep(task.cluster, cluster)
+            texts = (*arguments.overrides, *sizes)
+            origin = Origin(arguments.recipe, arguments.cluster, texts, flags)
             page = store_plan(arguments.output, plan, task, origin)
         console.print(plain(f"plan stored in {arguments.output}, its page in {page}"))
     return 0
+
+
+def _sizes_of_sweep(planned: ClusterSpec, cluster: ClusterSpec) -> list[str]:
+    """Return overrides that make `cluster` as large as the one that a plan is for."""
+    overrides = []
+    for name in ("num_nodes", "devices_per_node"):
+        size = getattr(planned, name)
+        if size != getattr(cluster, name):
+            overrides.append(f"cluster.{name}={size}")
+    return overrides
+
+
+def _check_for_models_by_name(arguments: argparse.Namespace) -> None:
+    """Refuse flags of recipes for a model by name.
+
+    Raises:
+        OptionError: there are some.
+    """
+    for flag in ("search", "tune", "around"):
+        if getattr(arguments, flag) is not None:
+            raise OptionError(
+                f"--{flag} is for recipes, and {arguments.recipe} is a model by name",
+                "leave it out, or plan a recipe of the model",
+            )
 
 
 def _plan_recipe(

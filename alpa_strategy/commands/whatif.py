@@ -1,4 +1,4 @@
-"""`alpa whatif`: the plan on a cluster, or of a recipe, that is not as it is."""
+"""`alpa whatif`: the plan on a cluster, or of a model, that is not as it is."""
 
 import argparse
 import math
@@ -13,6 +13,7 @@ from rich.text import Text
 
 from alpa_strategy.cluster.load import read_cluster_yaml
 from alpa_strategy.cluster.spec import ClusterSpec
+from alpa_strategy.commands.origin import check_has_flags, request_of
 from alpa_strategy.commands.recipe_task import captured_by_name, split_overrides
 from alpa_strategy.display.console import make_console, plain
 from alpa_strategy.display.difference import change, difference_table, num_devices, stages_text
@@ -24,8 +25,8 @@ from alpa_strategy.fit.command import (
     REQUEST_FLAGS,
     add_request_arguments,
     changed_request,
-    check_is_recipe,
-    fit_request,
+    check_no_flags,
+    given_flags,
     is_by_name,
     read_options,
 )
@@ -51,7 +52,7 @@ def add_arguments(whatif: argparse.ArgumentParser) -> None:
     whatif.add_argument("--cluster", metavar="CLUSTER", help="as for alpa plan; of a plan: its own")
     whatif.add_argument(
         "--set",
-        dest="changes",
+        dest="settings",
         action="append",
         required=True,
         metavar="KEY=VALUE",
@@ -81,16 +82,18 @@ def run(arguments: argparse.Namespace) -> int:
     """Plan as it is, with each change alone and with all of them; print what changes and why."""
     origin = _origin(arguments)
     to_cluster, overrides = split_overrides(origin.overrides)
-    base = Variation("as it is", to_cluster, tuple(overrides), _request(arguments, to_cluster))
-    if base.request is None:
-        check_is_recipe(origin.recipe)
+    cluster = ClusterSpec.load(origin.cluster, dict(to_cluster))
+    request = request_of(origin, cluster)
+    if request is None:
+        check_no_flags(origin.recipe, arguments)
+    base = Variation("as it is", to_cluster, tuple(overrides), request)
     variations = [base]
-    if len(arguments.changes) > 1:
-        for text in arguments.changes:
+    if len(arguments.settings) > 1:
+        for text in arguments.settings:
             variations.append(_varied(origin, base, [text], text))
-    is_one = len(arguments.changes) == 1
-    label = arguments.changes[0] if is_one else "all of them"
-    variations.append(_varied(origin, base, arguments.changes, label))
+    is_one = len(arguments.settings) == 1
+    label = arguments.settings[0] if is_one else "all of them"
+    variations.append(_varied(origin, base, arguments.settings, label))
 
     planning_of = _planner(origin, Progress())
     plans: list[Plan | None] = []
@@ -125,13 +128,6 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _request(arguments: argparse.Namespace, to_cluster: Mapping[str, Any]) -> FitRequest | None:
-    """Return what is asked of a model by name; None: it is a recipe or a stored plan."""
-    if not is_by_name(arguments.recipe):
-        return None
-    return fit_request(arguments, ClusterSpec.load(arguments.cluster, dict(to_cluster)))
-
-
 def _planner(origin: Origin, progress: Progress) -> Callable[[Variation], Planning]:
     """Return a function from a variation to its task and what plans it."""
     from alpa_strategy.fit.variation import CapturedRequests
@@ -160,14 +156,19 @@ def _origin(arguments: argparse.Namespace) -> Origin:
                 "give the recipe and --cluster instead of the plan",
             )
         origin = details.origin
+        check_has_flags(arguments.recipe, origin)
         cluster = arguments.cluster or origin.cluster
-        return Origin(origin.recipe, cluster, (*origin.overrides, *arguments.overrides))
+        overrides = (*origin.overrides, *arguments.overrides)
+        # Of equal flags the last counts.
+        flags = (*origin.flags, *given_flags(arguments))
+        return Origin(origin.recipe, cluster, overrides, flags)
     if arguments.cluster is None:
         raise OptionError(
             "alpa whatif needs the cluster to begin with",
             "add --cluster, or give a plan that `alpa plan -o` stored instead of the recipe",
         )
-    return Origin(arguments.recipe, arguments.cluster, tuple(arguments.overrides))
+    overrides = tuple(arguments.overrides)
+    return Origin(arguments.recipe, arguments.cluster, overrides, given_flags(arguments))
 
 
 def _varied(origin: Origin, base: Variation, changes: Sequence[str], label: str) -> Variation:

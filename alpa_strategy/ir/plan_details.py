@@ -185,6 +185,9 @@ class Origin:
     # key=value, of recipe and cluster, as `alpa plan` takes them.
     overrides: tuple[str, ...] = ()
 
+    # Flags of a model by name as seq=8192, those with their default values among them.
+    flags: tuple[str, ...] = ()
+
 
 @dataclass(frozen=True)
 class LayoutChoice:

@@ -63,6 +63,7 @@ _OPTIONAL_FIELDS = {
     "figures",
     "optimizer_name",
     "earlier_predicted_seconds",
+    "flags",
     "flops",
     "largest",
 }

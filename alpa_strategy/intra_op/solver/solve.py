@@ -1,8 +1,8 @@
 """The intra-op solver: presolve, then the cheapest method that proves its answer.
 
-Without a binding memory limit: exact elimination, else the LP relaxation (usually integral), else
-the MIP. With one: the LP with the memory row, rounding and local search for an incumbent, then the
-MIP for what is left of the gap.
+Without a binding memory limit: exact elimination, else that of a relaxation (`shares.py`, mostly
+exact), else the LP relaxation (usually integral), else the MIP. With one: the LP with the memory
+row, rounding and local search for an incumbent, then the MIP for what is left of the gap.
 """
 
 import time
@@ -24,6 +24,7 @@ from alpa_strategy.intra_op.solver.lagrangian import Dual
 from alpa_strategy.intra_op.solver.mathopt import Mass, solve_program
 from alpa_strategy.intra_op.solver.milp import formulate, num_columns
 from alpa_strategy.intra_op.solver.priced import PricedProblem
+from alpa_strategy.intra_op.solver.shares import minimum_in_shares
 from alpa_strategy.options import PROPAGATION
 from alpa_strategy.units import format_bytes
 
@@ -200,7 +201,7 @@ def _minimise(problem: Problem, deadline: float) -> Incumbent:
     reduced = presolve(replace(problem, memory_limit=float("inf")))
     if any(len(choice.cost) == 0 for choice in reduced.problem.choices):
         return Incumbent(None, np.inf, "presolve")
-    incumbent = _eliminated(reduced.problem) or _by_program(reduced.problem, deadline)
+    incumbent = _eliminated(reduced.problem) or _relaxed(reduced.problem, deadline)
     if incumbent.assignment is None:
         return incumbent
     return replace(incumbent, assignment=reduced.expand(incumbent.assignment))
@@ -216,6 +217,22 @@ def _eliminated(problem: Problem) -> Incumbent | None:
     assignment = [int(value[0]) for value in values[: len(problem.choices)]]
     is_possible = bool(np.isfinite(minimum[0]))
     return Incumbent(assignment if is_possible else None, float(minimum[0]), "elimination")
+
+
+def _relaxed(problem: Problem, deadline: float) -> Incumbent:
+    """Return the optimum of a problem that is too entangled for exact elimination."""
+    relaxed = minimum_in_shares(problem)
+    if relaxed is None:
+        return _by_program(problem, deadline)
+    assignment, bound = relaxed
+    if assignment is None:
+        return Incumbent(None, np.inf, "elimination")
+    incumbent = Incumbent(assignment, bound, "elimination")
+    if _solution(problem, incumbent).gap <= PROVED:
+        return incumbent
+    assignment = lagrangian.improve(problem, assignment, lagrangian.Neighbourhood(problem))
+    solved = _by_program(problem, deadline, assignment)
+    return replace(solved, bound=max(bound, solved.bound))
 
 
 def _or_one(value: float) -> float:
