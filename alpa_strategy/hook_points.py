@@ -318,6 +318,14 @@ class GatherOnUse(Protocol):
     def load_full(self, parameter: nn.Parameter, full: Tensor) -> None:
         """Called when a hook has changed the full value of a parameter."""
 
+    def watch_changes(self, look: Callable[[nn.Parameter, Tensor], None]) -> None:
+        """Called when a training starts whose steps may write to parameters.
+
+        Args:
+            look: to be called with a parameter and its full value before its shards are taken from
+                that.
+        """
+
     def remove(self) -> None:
         """Called when the run ends."""
 

@@ -53,6 +53,7 @@ from alpa_strategy.lightning.dataloader_state import (
     put_states,
     rank_state,
     take_up,
+    warn_of_stop,
 )
 from alpa_strategy.lightning.run_plans import RunPlans, resumed_plans
 from alpa_strategy.runtime.parameters import ParameterStore, unsharded_store
@@ -247,6 +248,8 @@ class Checkpoints:
 
         Collective.
         """
+        if self._run is None and self._resume is not None:
+            warn_of_stop(self._resume, self._trainer)
         self._run = run
         run.full_parameters.before_gather = self.serve_hooks
         if optimizers and self._is_sharded(self._trainer.strategy.checkpoint_io):

@@ -177,6 +177,10 @@ class Resume:
     # Whether the passes are the rest of an epoch whose samples another number of ranks shared.
     is_of_other_ranks: bool = False
 
+    # Batches of this rank after which the training stopped within the epoch that is continued, such
+    # as by `max_steps`; 0: it did not. Lightning takes that epoch as complete.
+    num_batches_at_stop: int = 0
+
 
 def rank_state(trainer: Any, run: dict[str, Any] | None) -> dict[str, Any]:
     """Return this rank's state for a checkpoint: random state, loaders, `Run.state_dict()`."""
@@ -234,7 +238,10 @@ def take_up(
     batches = loop["epoch_loop.batch_progress"]
     in_the_middle = not batches["is_last_batch"]
     epochs = [at["epoch"] for at in states[0]["passes"] if at is not None]
+    has_stopped = False
     if batches["current"]["ready"] and epochs:
+        num_processed = loop["epoch_progress"]["current"]["processed"]
+        has_stopped = in_the_middle and num_processed > epochs[0]
         _open_epoch(loop["epoch_progress"], epochs[0], in_the_middle)
 
     shares_before = stored.get("num_shares", len(states))
@@ -243,7 +250,8 @@ def take_up(
         if state["loader_states"]:
             loop["state_dict"]["combined_loader"] = state["loader_states"]
         passes = [_pass(at, state["random"], in_the_middle) for at in state["passes"]]
-        return Resume(tuple(passes), state["run"])
+        num_at_stop = batches["current"]["ready"] if has_stopped else 0
+        return Resume(tuple(passes), state["run"], num_batches_at_stop=num_at_stop)
 
     passes = []
     if in_the_middle:
@@ -254,7 +262,8 @@ def take_up(
             current[key] += shift
         if shares_before == 1:
             _warn_of_other_order()
-    return Resume(tuple(passes), None, in_the_middle and shares_before > 1)
+    num_at_stop = batches["current"]["ready"] if has_stopped else 0
+    return Resume(tuple(passes), None, in_the_middle and shares_before > 1, num_at_stop)
 
 
 def _pass(at: dict[str, Any] | None, now: dict[str, Any], in_the_middle: bool) -> Pass:
@@ -278,6 +287,25 @@ def _rescaled(at: dict[str, Any] | None, num_before: int, num_now: int) -> Pass:
         return Pass()
     num_drawn = _scaled(at["num_drawn"] - at["num_ahead"], num_before, num_now)
     return Pass(random_state(), num_drawn, epoch=at["epoch"])
+
+
+def warn_of_stop(resume: Resume, trainer: Any) -> None:
+    """Warn of a resumed run that makes more steps than under Lightning's own strategies."""
+    num_batches = resume.num_batches_at_stop
+    if not num_batches:
+        return
+
+    epoch = trainer.current_epoch
+    num_of_epoch = trainer.num_training_batches
+    others = "its other batches"
+    if num_of_epoch != float("inf"):
+        others = f"its other {num_of_epoch - num_batches} of {num_of_epoch}"
+    rank_zero_warn(
+        f"alpa: the checkpoint is of a training that stopped after {num_batches} batches of epoch"
+        f" {epoch} (max_steps, max_time). This run goes on with {others}, as if it had not stopped,"
+        f" and then begins epoch {epoch + 1}. Under DDP Lightning takes the epoch as complete, and"
+        " leaves these batches out"
+    )
 
 
 def _warn_of_other_order() -> None:

@@ -6,10 +6,10 @@ what is not finite. What is not the training's own can then be told: it begins o
 sum of finite parts.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from operator import attrgetter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -21,6 +21,9 @@ from alpa_strategy.comm.collectives import all_gather_object, any_rank, world_si
 from alpa_strategy.errors import RuntimeMismatchError
 from alpa_strategy.ir.graph import BufferInput
 from alpa_strategy.runtime.parameters import ParameterStore
+
+if TYPE_CHECKING:
+    from alpa_strategy.lightning.step_writes import StepWrites
 
 GRADIENT = "the gradient of "
 # Number of 8-byte words in a row. Bytes that are swapped within a row change the digest.
@@ -44,6 +47,11 @@ def digest(tensor: Tensor) -> Tensor:
     weights = torch.arange(1, 2 * _WIDTH, 2, device=data.device) * _ODD
     # Sums are modulo 2^64.
     return (data.view(torch.int64).view(-1, _WIDTH).sum(0) * weights).sum()
+
+
+def chained(before: Tensor, after: Tensor) -> Tensor:
+    """Return a digest of two digests `[]`, one after the other."""
+    return before * _ODD + after
 
 
 class SameBatchCheck:
@@ -118,6 +126,9 @@ class ReplicaChecksum:
         every: steps between two checks; the first steps are checked more often. 0: never.
         device: of the ranks' collectives.
         of: `GRADIENT`: of the parameters' complete gradients.
+        writes: what the steps' own code writes to parameters. Copies that differ by that are no
+            error.
+        differing: names of parameters whose copies differ by such writes already.
     """
 
     def __init__(
@@ -128,14 +139,19 @@ class ReplicaChecksum:
         every: int,
         device: Any,
         of: str = "",
+        writes: "StepWrites | None" = None,
+        differing: Iterable[str] = (),
     ) -> None:
         self._store = store
         self._module = module
         self._every = every
         self._device = device
         self._of = of
+        self._writes = writes
         self._buffers = tuple(buffer.name for buffer in buffers)
         self._first = torch.empty(0)
+        # Names of parameters whose copies differ by what steps write to them.
+        self.differing = set(differing)
         if every and world_size() > 1:
             self.names = (*(of + store.name_of(p) for p in store.parameters), *self._buffers)
             places = all_gather_object(
@@ -146,6 +162,7 @@ class ReplicaChecksum:
             ]
             # [ranks, names]: the first rank with the same part.
             self._first = torch.tensor(first, device=device).T
+            self._check_written(self.differing)
 
     def due(self, step: int) -> bool:
         """Whether step number `step` (from 1) is checked."""
@@ -159,31 +176,60 @@ class ReplicaChecksum:
     def compare(self, when: str) -> None:
         """Check that all copies of a tensor have the same content on all ranks. Collective.
 
+        Warns of copies that differ by what steps have written to them, once for each.
+
         Args:
             when: the moment, for the error.
 
         Raises:
-            RuntimeMismatchError: they differ; on all ranks.
+            RuntimeMismatchError: they differ, or steps have written different values to a tensor
+                of which there are no copies; on all ranks.
         """
         if self._first.numel() == 0:
             return
+        tensors = [*self._tensors(), *self._written()]
         nothing = torch.zeros((), dtype=torch.int64, device=self._device)
         digests = []
-        for x in self._tensors():
+        for x in tensors:
             digests.append(nothing if x is None else digest(x).to(self._device))
         local_digests = torch.stack(digests)
         all_digests = local_digests.new_empty(world_size(), len(local_digests))
         dist.all_gather(list(all_digests), local_digests)
-        unequal = all_digests != all_digests.gather(0, self._first)
-        if not bool(unequal.any()):
+
+        num_names = len(self.names)
+        unequal = all_digests[:, :num_names]
+        unequal = unequal != unequal.gather(0, self._first)
+        # Of each parameter: what a rank's steps have written to it, against rank 0's.
+        unlike = (all_digests[:, num_names:] != all_digests[:1, num_names:]).any(0)
+        if not bool(unequal.any()) and not bool(unlike.any()):
             return
+
+        written = {self.names[index] for index in unlike.nonzero().flatten().tolist()}
+        self._check_written(written)
         columns = unequal.any(0).nonzero().flatten().tolist()
+        by_steps = []
+        for column in columns:
+            if self.names[column] in written or self.names[column] in self.differing:
+                by_steps.append(column)
+        others = [column for column in columns if column not in by_steps]
+        if others:
+            raise self._error(others, unequal, when)
+        new = [self.names[column] for column in by_steps]
+        self._warn_of([name for name in new if name not in self.differing], when)
+        self.differing.update(new)
+
+    def _error(self, columns: Sequence[int], unequal: Tensor, when: str) -> RuntimeMismatchError:
+        """Return the error for copies that differ.
+
+        Args:
+            columns: of the tensors that differ, in `names`.
+            unequal: bool [ranks, names].
+            when: the moment.
+        """
         column, others = columns[0], ", ".join(self.names[index] for index in columns[1:10])
-        ranks, first = (
-            unequal[:, column].nonzero().flatten().tolist(),
-            self._first[:, column].tolist(),
-        )
-        raise RuntimeMismatchError(
+        ranks = unequal[:, column].nonzero().flatten().tolist()
+        first = self._first[:, column].tolist()
+        return RuntimeMismatchError(
             f"copies of {self.names[column]} differ {when}: on ranks {ranks} from those on ranks "
             f"{sorted({first[rank] for rank in ranks})}; {len(columns)} of {len(self.names)} that"
             " are compared do"
@@ -194,12 +240,71 @@ class ReplicaChecksum:
             " these checks out",
         )
 
+    def _warn_of(self, names: Sequence[str], when: str) -> None:
+        """Warn of parameters whose copies differ by what steps write to them."""
+        if not names:
+            return
+        lines = self._lines()
+        texts = [f"{name}{lines.get(name, '')}" for name in names[:10]]
+        more = f" and {len(names) - 10} more" if len(names) > 10 else ""
+        rank_zero_warn(
+            f"alpa: {when} the ranks' copies of {', '.join(texts)}{more} differ: the step's own"
+            " code writes values of each rank's batch to them. Training goes on with different"
+            " weights on the ranks, as under DDP; checkpoints have rank 0's. To keep them equal,"
+            " write `self.trainer.strategy.broadcast(value)`, which is rank 0's value"
+        )
+
+    def _check_written(self, names: Iterable[str]) -> None:
+        """Check that each parameter to which ranks have written different values has a copy on
+        every rank, which that rank steps.
+
+        Raises:
+            RuntimeMismatchError: one has not.
+        """
+        store = self._store
+        for parameter in store.parameters:
+            name = store.name_of(parameter)
+            if name not in names:
+                continue
+            if parameter in store.sharded_parameters:
+                reason = "this plan stores one value of it, in shards"
+                fix = 'let each rank have its own weights (parallel="data")'
+            elif store.is_stepped_in_full(parameter):
+                reason = "its optimizer needs full tensors, so one rank steps it for all"
+                fix = "use an optimizer that steps single elements, such as AdamW"
+            else:
+                continue
+            raise RuntimeMismatchError(
+                f"the step's own code writes different values to {name} on the ranks"
+                f"{self._lines().get(name, '')}. Under DDP the ranks' weights would differ from"
+                f" then on, but {reason}",
+                "write the same value on all ranks: self.trainer.strategy.broadcast(value) is rank"
+                f" 0's; or {fix}",
+            )
+
+    def _lines(self) -> dict[str, str]:
+        """Return where steps write to parameters, by name, for messages. Collective."""
+        local_lines = {}
+        lines = {} if self._writes is None else self._writes.lines
+        for parameter, line in lines.items():
+            if line:
+                local_lines[self._store.name_of(parameter)] = f" ({line})"
+        result: dict[str, str] = {}
+        for of_rank in reversed(all_gather_object(local_lines)):
+            result.update(of_rank)
+        return result
+
     def _tensors(self) -> Iterator[Tensor | None]:
         """What this rank has of each of `names`, None where it has none of it."""
         for parameter in self._store.parameters:
             tensor = parameter.grad if self._of else parameter
             yield tensor if self._store.holds(parameter) else None
         yield from (attrgetter(name)(self._module) for name in self._buffers)
+
+    def _written(self) -> Iterator[Tensor | None]:
+        """Yield digests of what steps have written to each parameter, None where nothing is."""
+        if self._writes is not None:
+            yield from map(self._writes.digest_of, self._store.parameters)
 
     def _place(self, parameter: nn.Parameter) -> str:
         """Which part of it this rank holds; equal for copies."""

@@ -252,6 +252,8 @@ class EagerRun(ShardedRun):
         has_room = self.no_headroom_for_evaluation() is None
         group = cpu_group("rounds")
         self.on_use = extra.gather_on_use(self.module, store, group, keeps, has_room)
+        if self._writes is not None:
+            self.on_use.watch_changes(self._writes.look)
         self.full_parameters.on_use.append(self.on_use)
 
     def _checkpoint_activations(self, limit: float) -> None:
@@ -308,7 +310,12 @@ class EagerRun(ShardedRun):
         # As under DDP, gradients of a backward within the step count with manual optimization only:
         # with automatic optimization they may be cleared before the Trainer's own backward.
         listens = not self.module.automatic_optimization or self.on_use is not None
-        with self.in_step(), self.store.listening(listens), self._sharded_gradients():
+        with (
+            self.noting_writes(),
+            self.in_step(),
+            self.store.listening(listens),
+            self._sharded_gradients(),
+        ):
             output = eager_step()
             if self.on_use is not None and not self.module.automatic_optimization:
                 self.on_use.end_step()

@@ -98,6 +98,9 @@ class Session:
 
         # What a run has recorded for the next one.
         self._recorded: Any = None
+
+        # Parameters whose copies differ by what steps write to them (`ReplicaChecksum`).
+        self._differing: frozenset[str] = frozenset()
         self._loop: EvaluationLoop | None = None
 
     @property
@@ -128,6 +131,8 @@ class Session:
                 "do it when a step begins (batch_idx % accumulate_grad_batches == 0)",
             )
         self.run.say(f"alpa: {change}: planning once more")
+        self.run.copies.compare("before planning once more")
+        self._differing = frozenset(self.run.copies.differing)
         random_streams = self.run.state_dict()
         self._recorded = self.run.recorded
         self._unshard()
@@ -148,7 +153,9 @@ class Session:
         is_shared = any_rank(have_other_users([parameter for _, parameter in named]))
         shared = dict(compress(named, is_shared))
         job = _keeping_full(self._make_job(), tuple(shared))
-        inputs = RunInputs(module, tuple(optimizers), job, self.deferred_init.sharding)
+        inputs = RunInputs(
+            module, tuple(optimizers), job, self.deferred_init.sharding, self._differing
+        )
 
         resumes_eager = any_rank([bool(self._checkpoints.resumed.get("as_written"))])[0]
         if self._reason is None:
@@ -407,6 +414,7 @@ class Session:
         """End the session's run with the Trainer's, or after an exception. No communication."""
         self._reason = None
         self._recorded = None
+        self._differing = frozenset()
         if self.run is None:
             return
 

@@ -6,7 +6,7 @@ Its subclasses run the steps: `Run` runs captured, planned steps, `EagerRun` eag
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import compress
@@ -19,7 +19,13 @@ from torch.optim import Optimizer
 
 from alpa_strategy.capture.python_state import outermost_metrics
 from alpa_strategy.checkpoint.sharded_state_dict import shard_state, unshard_state
-from alpa_strategy.comm.collectives import any_rank, broadcast_tensors, cpu_group, rank_in
+from alpa_strategy.comm.collectives import (
+    any_rank,
+    broadcast_tensors,
+    cpu_group,
+    rank_in,
+    world_size,
+)
 from alpa_strategy.hook_points import EAGER_SHARDING, GatherOnUse
 from alpa_strategy.ir.graph import BufferInput
 from alpa_strategy.ir.measured_steps import MeasuredSteps, ProfiledSteps
@@ -37,6 +43,7 @@ from alpa_strategy.lightning.full_parameters import (
 from alpa_strategy.lightning.job import Job
 from alpa_strategy.lightning.rank_consistency import ParameterChangeDetector, toggled
 from alpa_strategy.lightning.step_effects import MetricStates
+from alpa_strategy.lightning.step_writes import StepWrites
 from alpa_strategy.pipeline.step_programs import PlanRuntime
 from alpa_strategy.planner.optimizer_reads import reads_of_all
 from alpa_strategy.planner.plan_store import PlanStore
@@ -62,6 +69,10 @@ class RunInputs:
     # Context in which the module is sharded. Its value is a function that returns the full tensor
     # of a parameter or of optimizer state (see `DeferredInit.sharding`).
     sharding: Callable[[Any], AbstractContextManager[Callable[[Tensor], Tensor]]]
+
+    # Names of parameters whose copies differ between the ranks, as the steps of an earlier run of
+    # this training have written different values to them.
+    differing: frozenset[str] = frozenset()
 
 
 class ShardedRun(ABC):
@@ -132,11 +143,9 @@ class ShardedRun(ABC):
         # Whether buffers may differ between ranks.
         self.buffers_differ = plan.is_eager
         self._num_updates = 0
-        self.copies = ReplicaChecksum(
-            store, module, buffers, job.limits.check_replicas_every, job.device
-        )
-        if check is not None:
-            check.copies = ReplicaChecksum(store, module, (), 1, job.device, GRADIENT)
+        # What the code of eager steps writes to parameters; None: it is not looked at.
+        self._writes = _step_writes(plan, inputs, store)
+        self._compare_copies(inputs, buffers)
         # See `adapt_trainer`.
         self._adapted = ExitStack()
         # As under DDP, gradients outside of steps are not reduced.
@@ -146,6 +155,16 @@ class ShardedRun(ABC):
         self.recorded: Any = None
         # The group with which `reduce` exchanges values of the current step.
         self.peers: Any = None
+
+    def _compare_copies(self, inputs: RunInputs, buffers: Sequence[BufferInput]) -> None:
+        """Make what compares copies of parameters, buffers and gradients. Collective."""
+        job = inputs.job
+        every = job.limits.check_replicas_every
+        compared = (self.store, self.module, buffers, every, job.device)
+        self.copies = ReplicaChecksum(*compared, writes=self._writes, differing=inputs.differing)
+        if self._gradient_check is not None:
+            compared = (self.store, self.module, (), 1, job.device)
+            self._gradient_check.copies = ReplicaChecksum(*compared, GRADIENT)
 
     @abstractmethod
     def training_step(self, batch: Any, batch_idx: int, eager_step: Callable[[], Any]) -> Any:
@@ -277,6 +296,10 @@ class ShardedRun(ABC):
         """Context in which parameters are gathered when used, and gradients reduced."""
         with self.store.listening(True), on_use.in_use(for_backward=True):
             yield
+
+    def noting_writes(self) -> AbstractContextManager[None]:
+        """Return the context of an eager step: what its code writes to parameters is recorded."""
+        return nullcontext() if self._writes is None else self._writes.in_step()
 
     def meet(self) -> None:
         """Synchronize before a collective of the step's own code.
@@ -468,3 +491,14 @@ class ShardedRun(ABC):
             owner_step.remove()
         if self.on_use is not None:
             self.on_use.remove()
+
+
+def _step_writes(plan: Plan, inputs: RunInputs, store: ParameterStore) -> StepWrites | None:
+    """Return what looks at the writes of a run's eager steps; None if nothing is to."""
+    job = inputs.job
+    is_compared = bool(job.limits.check_replicas_every) and world_size() > 1
+    if not plan.is_eager or not inputs.optimizers or not is_compared:
+        return None
+    # The planned submodules of shards need the attribute of tensors as it is.
+    reads_shards = job.submodules is not None and bool(store.sharded_parameters)
+    return StepWrites(store, job.compile is None and not reads_shards)

@@ -208,17 +208,24 @@ def _python_seconds(optimizer: Optimizer) -> tuple[float, float]:
 
     They are measured on tiny parameters, whose kernels take next to no time.
     """
-    few = _seconds_of_step(optimizer, _FEW)
-    many = _seconds_of_step(optimizer, _MANY)
+    like = parameters_in(optimizer)[0]
+    shape: tuple[int, ...] = _SHAPE
+    try:
+        few = _seconds_of_step(optimizer, _FEW, shape)
+    # It steps some shapes only. Any class of any package is tried here, so any error may come.
+    except Exception:
+        shape = shape_like(like)
+        few = _seconds_of_step(optimizer, _FEW, shape)
+    many = _seconds_of_step(optimizer, _MANY, shape)
     per_parameter = max(0.0, (many - few) / (_MANY - _FEW))
     return max(0.0, few - _FEW * per_parameter), per_parameter
 
 
-def _seconds_of_step(optimizer: Optimizer, num_parameters: int) -> float:
-    """Return the median seconds on a core of a step of a copy with `num_parameters` tiny
-    parameters.
+def _seconds_of_step(optimizer: Optimizer, num_parameters: int, shape: tuple[int, ...]) -> float:
+    """Return the median seconds on a core of a step of a copy with `num_parameters` parameters
+    of `shape`.
     """
-    parameters = [torch.nn.Parameter(torch.zeros(_SHAPE)) for _ in range(num_parameters)]
+    parameters = [torch.nn.Parameter(torch.zeros(shape)) for _ in range(num_parameters)]
     for parameter in parameters:
         parameter.grad = torch.ones_like(parameter)
     copied = rebuilt(optimizer, parameters_in(optimizer)[0], parameters)

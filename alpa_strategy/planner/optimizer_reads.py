@@ -10,17 +10,18 @@ of the size that it will step show that. No class of any package is known by nam
 import math
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
-from itertools import starmap
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils import _pytree as pytree
 
 from alpa_strategy.capture.uncompiled import uncompiled
-from alpa_strategy.ir.held_optimizers import optimizers_in, parameters_in
+from alpa_strategy.ir.held_optimizers import groups_in, optimizers_in, parameters_in
 from alpa_strategy.ir.optimizer_info import Reads
 from alpa_strategy.planner.optimizer_copies import (
     MEMBERS,
@@ -67,8 +68,8 @@ def reads_of(optimizer: Optimizer) -> dict[nn.Parameter, Reads]:
     )
     num_steps = _num_steps(optimizer)
     kinds = kinds_of(optimizer)
-    tiny: dict[Any, Reads] = {}
-    large: dict[Any, frozenset[int]] = {}
+    # Results of trials, by the kind of parameter and what is tried.
+    known: dict[Any, Any] = {}
     result: dict[nn.Parameter, Reads] = {}
     with LeftAlone(optimizer):
         for parameter in parameters_in(optimizer):
@@ -76,19 +77,25 @@ def reads_of(optimizer: Optimizer) -> dict[nn.Parameter, Reads]:
             if has_other_weights:
                 result[parameter] = Reads(frozenset(), num_dims, False)
                 continue
+
+            def tried(
+                trial: Any, find: Callable[[], Any], parameter: nn.Parameter = parameter
+            ) -> Any:
+                key = kinds[parameter], trial
+                if key not in known:
+                    known[key] = _remembered(optimizer, parameter, trial, find)
+                return known[key]
+
             make = partial(rebuilt, optimizer, parameter)
-            kind = kinds[parameter], num_dims
-            if kind not in tiny:
-                find = partial(_tried, make, num_dims, num_steps)
-                tiny[kind] = _remembered(optimizer, parameter, num_dims, find)
-            reads = tiny[kind]
             shape = shape_like(parameter)
-            if reads.free_dims and math.prod(shape) > math.prod(_tiny_shape(num_dims)):
-                if (kind, shape) not in large:
-                    find_dims = partial(_free_dims, make, shape, reads.free_dims)
-                    large[kind, shape] = _remembered(optimizer, parameter, shape, find_dims)
-                free_dims = large[kind, shape]
-                reads = Reads(free_dims, num_dims, reads.is_parameter_wise)
+            tiny = _tiny_shape(num_dims)
+            reads = tried(tiny, partial(_tried_if_possible, make, tiny, num_steps))
+            if reads is None:
+                # It steps some shapes only, such as rows that its number of heads divides.
+                reads = tried((shape, "all dims"), partial(_tried, make, shape, num_steps))
+            elif reads.free_dims and math.prod(shape) > math.prod(tiny):
+                find = partial(_free_dims, make, shape, reads.free_dims)
+                reads = replace(reads, free_dims=tried((shape, "free dims"), find))
             result[parameter] = reads
     return result
 
@@ -206,30 +213,72 @@ def _random(shape: Sequence[int], num_steps: int) -> tuple[Tensor, list[Tensor]]
     return start, [grad * 30.0 ** (step % _NUM_STEPS) for step, grad in enumerate(grads)]
 
 
-def _tried(make: Make, num_dims: int, num_steps: int) -> Reads:
-    """Return what a fresh optimizer looks at in a tiny parameter of `num_dims` dims."""
-    shape = _tiny_shape(num_dims)
+def _tried_if_possible(make: Make, shape: tuple[int, ...], num_steps: int) -> Reads | None:
+    """Return the result of `_tried`; None if the optimizer cannot step this shape."""
+    # Any class of any package is tried here, so any error may come.
+    with suppress(Exception):
+        return _tried(make, shape, num_steps)
+    return None
+
+
+def _tried(make: Make, shape: tuple[int, ...], num_steps: int) -> Reads:
+    """Return what a fresh optimizer looks at in a parameter of a small shape."""
     start, grads = _random(shape, num_steps)
-    (full,) = trained(make, [start], [grads])
+    first, (full,) = _stepped(make, [start], [grads])
 
     free_dims: set[int] = set()
     # A parameter that does not move shows nothing.
     if not torch.equal(full, start):
         for dim, size in enumerate(shape):
-            in_two = _trained_in_shards(make, start, grads, dim, size - 1)
-            in_three = _trained_in_shards(make, start, grads, dim, math.ceil(size / 3))
-            if _is_close(in_two, full) and _is_close(in_three, full):
+            sizes = max(1, size - 1), math.ceil(size / 3)
+            if all(_is_free(make, start, grads, full, dim, size) for size in sizes):
                 free_dims.add(dim)
 
     others = [grad * 3.0 for grad in grads]
     together = trained(make, [start, -start], [grads, others])
-    alone = (full, *trained(make, [-start], [others]))
-    is_parameter_wise = all(starmap(torch.allclose, zip(together, alone, strict=True)))
-    return Reads(frozenset(free_dims), num_dims, is_parameter_wise)
+    second, (other,) = _stepped(make, [-start], [others])
+    if repr(_numbers_in(first)) != repr(_numbers_in(second)):
+        # Something that came from gradients is kept for all parameters: sums over them. A tiny step
+        # may not show it (Prodigy's estimate of a rate begins at 1e-6).
+        return Reads(frozenset(), len(shape), False)
+    pairs = zip(together, (full, other), strict=True)
+    is_parameter_wise = all(_is_close(both, alone, _RTOL_LARGE) for both, alone in pairs)
+    return Reads(frozenset(free_dims), len(shape), is_parameter_wise)
 
 
-def _is_close(result: Tensor, full: Tensor) -> bool:
-    return torch.allclose(result, full, rtol=_RTOL, atol=_ATOL)
+def _is_free(
+    make: Make, start: Tensor, grads: Sequence[Tensor], full: Tensor, dim: int, size: int
+) -> bool:
+    """Return whether shards of `size` along `dim` are trained to the shards of `full`."""
+    rtol = _RTOL if start.numel() <= math.prod(_SIZES) else _RTOL_LARGE
+    # What cannot step a shard needs more than that.
+    with suppress(Exception):
+        return _is_close(_trained_in_shards(make, start, grads, dim, size), full, rtol)
+    return False
+
+
+def _is_close(result: Tensor, full: Tensor, rtol: float) -> bool:
+    return torch.allclose(result, full, rtol=rtol, atol=_ATOL)
+
+
+def _numbers_in(optimizer: Optimizer) -> list[float]:
+    """Return all numbers in groups and attributes of an optimizer and of those that it holds."""
+    values: list[Any] = []
+    for group in groups_in(optimizer):
+        values += [value for name, value in group.items() if name not in MEMBERS]
+    for one in optimizers_in(optimizer):
+        for name, value in vars(one).items():
+            is_number = isinstance(value, int | float | Tensor)
+            if is_number and name not in _NO_SETTINGS and not name.startswith("_optimizer_"):
+                values.append(value)
+
+    numbers: list[float] = []
+    for leaf in pytree.tree_leaves(values):
+        if isinstance(leaf, Tensor):
+            numbers += leaf.flatten().tolist()
+        elif isinstance(leaf, int | float):
+            numbers.append(leaf)
+    return numbers
 
 
 def _free_dims(make: Make, shape: tuple[int, ...], dims: Iterable[int]) -> frozenset[int]:
@@ -244,8 +293,7 @@ def _free_dims(make: Make, shape: tuple[int, ...], dims: Iterable[int]) -> froze
         if shape[dim] == 1:
             free_dims.add(dim)
             continue
-        result = _trained_in_shards(make, start, grads, dim, shape[dim] - 1)
-        if torch.allclose(result, full, rtol=_RTOL_LARGE, atol=_ATOL):
+        if _is_free(make, start, grads, full, dim, shape[dim] - 1):
             free_dims.add(dim)
     return frozenset(free_dims)
 
@@ -269,10 +317,18 @@ def trained(
     Args:
         grads: by parameter, then by step.
     """
+    _, parameters = _stepped(make, starts, grads)
+    return parameters
+
+
+def _stepped(
+    make: Make, starts: Sequence[Tensor], grads: Sequence[Sequence[Tensor]]
+) -> tuple[Optimizer, list[Tensor]]:
+    """Return a fresh optimizer after one step per gradient, and its parameters; see `trained`."""
     parameters = [nn.Parameter(start.clone()) for start in starts]
     fresh = make(parameters)
     for of_step in zip(*grads, strict=True):
         for parameter, grad in zip(parameters, of_step, strict=True):
             parameter.grad = grad.clone()
         fresh.step()
-    return [parameter.detach() for parameter in parameters]
+    return fresh, [parameter.detach() for parameter in parameters]

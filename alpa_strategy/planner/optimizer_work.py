@@ -15,6 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from alpa_strategy.ir.optimizer_info import FullUpdate, Reads
 from alpa_strategy.ir.owners import matrix_work
 from alpa_strategy.planner.optimizer_copies import rebuilt
+from alpa_strategy.planner.optimizer_reads import shape_like
 
 # Rows or columns of the matrices that are stepped, whichever are fewer. FLOPs of larger ones of the
 # same proportions grow with the cube.
@@ -49,20 +50,32 @@ def _measured(optimizer: Optimizer, parameter: nn.Parameter, reads: Reads) -> Fu
     """Return the update of a parameter, measured on a small one of the same proportions."""
     num_batch_dims = int(0 in reads.free_dims)
     small = _small_shape(parameter.shape, num_batch_dims)
-    stepped = nn.Parameter(torch.ones(small, dtype=parameter.dtype))
-    stepped.grad = torch.randn(
-        small, generator=torch.Generator().manual_seed(0), dtype=torch.float64
-    ).to(parameter.dtype)
-    copied = rebuilt(optimizer, parameter, [stepped])
+    try:
+        flops, dtype = _products(optimizer, parameter, small)
+    # It steps some shapes only. Any class of any package is tried here, so any error may come.
+    except Exception:
+        small = shape_like(parameter)
+        flops, dtype = _products(optimizer, parameter, small)
+    scale = matrix_work(parameter.shape, num_batch_dims) / matrix_work(small, num_batch_dims)
+    return FullUpdate(reads, flops * scale, dtype)
+
+
+def _products(
+    optimizer: Optimizer, like: nn.Parameter, shape: tuple[int, ...]
+) -> tuple[float, torch.dtype]:
+    """Return FLOPs and dtype of the matrix products in a step of a parameter of `shape`."""
+    stepped = nn.Parameter(torch.ones(shape, dtype=like.dtype))
+    generator = torch.Generator().manual_seed(0)
+    grad = torch.randn(shape, generator=generator, dtype=torch.float64)
+    stepped.grad = grad.to(like.dtype)
+    copied = rebuilt(optimizer, like, [stepped])
     # The first step makes the state.
     copied.step()
     counter = FlopCounterMode(display=False)
     dtypes = _ProductDtypes()
     with counter, dtypes:
         copied.step()
-    scale = matrix_work(parameter.shape, num_batch_dims) / matrix_work(small, num_batch_dims)
-    dtype = dtypes.last or parameter.dtype
-    return FullUpdate(reads, counter.get_total_flops() * scale, dtype)
+    return counter.get_total_flops(), dtypes.last or like.dtype
 
 
 def _small_shape(shape: torch.Size, num_batch_dims: int) -> tuple[int, ...]:

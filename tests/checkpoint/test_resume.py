@@ -4,6 +4,7 @@ schedule, AdamW.
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -120,6 +121,17 @@ def test_a_training_goes_on_as_the_other_kind(pool, tmp_path: Path, kinds: tuple
     assert pool.run(2, resume_as_the_other_kind, str(tmp_path), kinds) == [kinds[1] == "never"] * 2
 
 
+def resumed(
+    root: str, options: dict[str, Any], max_steps: int, path: str, **arguments: Any
+) -> tuple[Any, dict[int, Any], list[str]]:
+    """Return the Trainer of a resumed run, what was recorded, and warnings of a stop."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer, _, steps = fit(root, options, 2, max_steps, ckpt_path=path, **arguments)
+    texts = [str(warning.message) for warning in caught]
+    return trainer, steps, [text for text in texts if "a training that stopped" in text]
+
+
 def resume_the_others(root: str) -> bool:
     """Saves that a Trainer makes at other moments, in one kind of run."""
     options = ONE_STAGE["zero3"]
@@ -134,14 +146,19 @@ def resume_the_others(root: str) -> bool:
         plugins = [AsyncCheckpointIO()] if name == "accumulate" else []
         extra = {"steps": 8, "val_loader": val, **arguments}
         _, _, expected = fit(folder, options, 2, 5, callbacks=[keep], plugins=plugins, **extra)
-        _, _, steps = fit(folder, options, 2, 5, ckpt_path=checkpoint_at(folder, 3), **extra)
+        _, steps, stops = resumed(folder, options, 5, checkpoint_at(folder, 3), **extra)
+        assert not stops
         assert steps.keys() >= {4, 5}
         assert_bitwise(steps, {step: expected[step] for step in steps})
     # A training that `max_steps` ended in the middle of an epoch, saved when it was over, goes on
     # in that epoch.
     trainer, _, _ = fit(f"{root}/ended", options, 2, 3)
     trainer.save_checkpoint(f"{root}/ended.ckpt")
-    trainer, _, steps = fit(f"{root}/ended", options, 2, 6, ckpt_path=f"{root}/ended.ckpt")
+    trainer, steps, stops = resumed(f"{root}/ended", options, 6, f"{root}/ended.ckpt")
+    assert len(stops) == int(trainer.is_global_zero)
+    for text in stops:
+        assert "stopped after 3 batches of epoch 0" in text
+        assert "goes on with its other 1 of 4" in text
     _, _, expected = fit(f"{root}/ended", options, 2, 6)
     assert_bitwise(steps, {step: expected[step] for step in range(4, 7)})
     assert trainer.current_epoch == 2

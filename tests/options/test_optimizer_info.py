@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from optimizers.paper_optimizers import MuonPerHead, Prodigy
 
 from alpa_strategy.errors import AlpaError
 from alpa_strategy.ir.optimizer_info import OptimizerInfo
@@ -126,6 +127,34 @@ def test_unknown_optimizers_are_judged_by_experiment() -> None:
     assert not inspect_optimizer(Secretive(parameter(), torch.nn.Linear(2, 2))).element_wise
     assert not inspect_optimizer(torch.optim.LBFGS(parameter())).element_wise
     assert not inspect_optimizer(torch.optim.Adafactor(parameter())).element_wise
+
+
+class CountsGradients(Signed):
+    """Keeps the largest gradient of all parameters, and uses it much later."""
+
+    largest = 0.0
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        super().step()
+        for group in self.param_groups:
+            for p in group["params"]:
+                self.largest = max(self.largest, float(p.grad.abs().max()))
+
+
+@pytest.mark.parametrize("d0", [1e-3, 1e-9])
+def test_sums_over_all_parameters_show_where_steps_are_tiny(d0: float) -> None:
+    assert not inspect_optimizer(Prodigy(parameter(), d0=d0)).may_step_shards
+    assert not inspect_optimizer(CountsGradients(parameter(), 0.1)).may_step_shards
+
+
+@pytest.mark.parametrize(("rows", "heads"), [(36, 12), (2304, 36)])
+def test_what_steps_some_shapes_only_is_tried_in_the_parameters_own(rows: int, heads: int) -> None:
+    projection = [torch.nn.Parameter(torch.ones(rows, 6))]
+    groups = [{"params": projection, "num_heads": heads}]
+    info = inspect_optimizer(MuonPerHead(groups), torch.nn.ParameterList(projection))
+    assert (info.element_wise, info.parameter_wise) == (False, True)
+    assert info.full_updates[0][1].flops > 0
 
 
 def test_trying_never_changes_the_optimizers_own_parameters() -> None:

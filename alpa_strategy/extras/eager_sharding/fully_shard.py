@@ -86,6 +86,9 @@ class EagerFullyShard:
         # cannot re-gather them.
         self._stays_full = False
 
+        # Is called with a parameter and its full value before its shard is taken from that.
+        self._look: Callable[[nn.Parameter, Tensor], None] | None = None
+
         self.on_demand = OnDemandGather(self._start, self._may_start, group)
         self._install()
 
@@ -214,6 +217,10 @@ class EagerFullyShard:
         """Write the new full value `full` into the full copy of `parameter`, if there is one."""
         if parameter in self._full and not torch.equal(self._full[parameter], full):
             self._full[parameter].copy_(full)
+
+    def watch_changes(self, look: Callable[[nn.Parameter, Tensor], None]) -> None:
+        """Let `look` see parameters and full values before shards are taken from these."""
+        self._look = look
 
     def remove(self) -> None:
         """Undo all changes to the module."""
@@ -399,6 +406,8 @@ class EagerFullyShard:
 
         `data` of the shard: the version that autograd counts for it stays the same.
         """
+        if self._look is not None:
+            self._look(parameter, parameter.data)
         if self._store.holds(parameter):
             with torch.inference_mode(False), torch.no_grad():
                 shard = self._store.shard_like(parameter, parameter.data)

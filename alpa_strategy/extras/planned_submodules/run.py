@@ -141,6 +141,7 @@ class SubmoduleRun(ShardedRun):
             self.peers = REPLICAS
         try:
             with (
+                self.noting_writes(),
                 self.in_step(),
                 patched(changed),
                 self._glue if self.store.sharded_parameters else nullcontext(),
