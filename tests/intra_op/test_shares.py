@@ -18,7 +18,7 @@ def test_the_bound_is_below_every_assignment(seed: int, forbid: float) -> None:
     problem = random_problem(seed, forbid)
     with pytest.MonkeyPatch.context() as patch:
         # Small enough that some transfers are relaxed.
-        patch.setattr(shares, "MAX_TABLE_ENTRIES", 16)
+        patch.setattr(shares, "LIMITS", ((16, 10**6),))
         relaxations = list(shares.minima_in_shares(problem))
     least = min(seconds for seconds, _ in every(problem))
     for assignment, bound in relaxations:

@@ -22,9 +22,9 @@ from alpa_strategy.intra_op.solver.elimination import (
     plan_order,
 )
 
-# Of one table, and of all of them without the sharing among identical layers: about a second.
-MAX_TABLE_ENTRIES = 40_000_000
-MAX_ENTRIES = 300_000_000
+# Most entries of one table, and of all of them without the sharing among identical layers: tenths
+# of a second, and where these are too few seconds. Tables are added up in blocks, never stored.
+LIMITS = ((40_000_000, 300_000_000), (300_000_000, 10_000_000_000))
 
 
 def minima_in_shares(problem: Problem) -> Iterator[tuple[list[int] | None, float]]:
@@ -87,8 +87,11 @@ def _planned(problem: Problem, levels: Collection[list[int]]) -> tuple[Network, 
     network = network_of(_in_shares(problem, {index for level in levels for index in level}))
     if network is None:
         return None
-    order = plan_order(network, MAX_TABLE_ENTRIES, MAX_ENTRIES)
-    return None if order is None else (network, order)
+    for most_a_table, most_in_all in LIMITS:
+        order = plan_order(network, most_a_table, most_in_all)
+        if order is not None:
+            return network, order
+    return None
 
 
 def _in_shares(problem: Problem, relaxed: Collection[int]) -> Problem:
