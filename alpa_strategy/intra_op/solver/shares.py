@@ -8,7 +8,7 @@ costs in the problem, so that the minimum is a lower bound. It is the problem's 
 assignment costs as much there: if all uses need the same layout, or one that costs nothing.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from dataclasses import replace
 
 import numpy as np
@@ -22,25 +22,25 @@ from alpa_strategy.intra_op.solver.elimination import (
     plan_order,
 )
 
-# Of one table, and of all of them without the sharing among identical layers: tenths of a second.
-MAX_TABLE_ENTRIES = 10_000_000
-MAX_ENTRIES = 300_000_000
+# Most entries of one table, and of all of them without the sharing among identical layers: tenths
+# of a second, and where these are too few seconds. Tables are added up in blocks, never stored.
+LIMITS = ((40_000_000, 300_000_000), (300_000_000, 10_000_000_000))
 
 
-def minimum_in_shares(problem: Problem) -> tuple[list[int] | None, float] | None:
-    """Return the assignment of the relaxation's minimum, and a bound in seconds that no assignment
-    of the problem is below.
+def minima_in_shares(problem: Problem) -> Iterator[tuple[list[int] | None, float]]:
+    """Yield relaxations: the assignment of each one's minimum, and a bound in seconds that no
+    assignment of the problem is below. The memory limit is not seen.
 
-    Transfers are relaxed in the order of what they cost at most, no more of them than tables of a
-    moderate size require. The memory limit is not seen.
-
-    Returns:
-        (None, infinity) if every assignment is forbidden; None if tables would be too large.
+    First all transfers with several uses are relaxed, which gives the smallest tables. The second
+    relaxation has no more of them than tables of a moderate size require, those that cost least.
+    (None, infinity) is yielded if every assignment is forbidden, and nothing if tables would be
+    too large.
     """
     levels = _levels(problem)
     planned = _planned(problem, levels)
     if planned is None:
-        return None
+        return
+    yield _minimum(problem, *planned)
 
     fewest, most = 0, len(levels)
     while fewest < most:
@@ -50,7 +50,12 @@ def minimum_in_shares(problem: Problem) -> tuple[list[int] | None, float] | None
             fewest = middle + 1
         else:
             most, planned = middle, attempt
-    network, order = planned
+    if most < len(levels):
+        yield _minimum(problem, *planned)
+
+
+def _minimum(problem: Problem, network: Network, order: Order) -> tuple[list[int] | None, float]:
+    """Return the assignment and the minimum of a relaxation; (None, infinity) if it has none."""
     minimum, values = eliminate(network, order.variables)
     bound = float(minimum[0])
     if not np.isfinite(bound):
@@ -82,8 +87,11 @@ def _planned(problem: Problem, levels: Collection[list[int]]) -> tuple[Network, 
     network = network_of(_in_shares(problem, {index for level in levels for index in level}))
     if network is None:
         return None
-    order = plan_order(network, MAX_TABLE_ENTRIES, MAX_ENTRIES)
-    return None if order is None else (network, order)
+    for most_a_table, most_in_all in LIMITS:
+        order = plan_order(network, most_a_table, most_in_all)
+        if order is not None:
+            return network, order
+    return None
 
 
 def _in_shares(problem: Problem, relaxed: Collection[int]) -> Problem:

@@ -24,7 +24,7 @@ from alpa_strategy.intra_op.solver.lagrangian import Dual
 from alpa_strategy.intra_op.solver.mathopt import Mass, solve_program
 from alpa_strategy.intra_op.solver.milp import formulate, num_columns
 from alpa_strategy.intra_op.solver.priced import PricedProblem
-from alpa_strategy.intra_op.solver.shares import minimum_in_shares
+from alpa_strategy.intra_op.solver.shares import minima_in_shares
 from alpa_strategy.options import PROPAGATION
 from alpa_strategy.units import format_bytes
 
@@ -221,18 +221,18 @@ def _eliminated(problem: Problem) -> Incumbent | None:
 
 def _relaxed(problem: Problem, deadline: float) -> Incumbent:
     """Return the optimum of a problem that is too entangled for exact elimination."""
-    relaxed = minimum_in_shares(problem)
-    if relaxed is None:
-        return _by_program(problem, deadline)
-    assignment, bound = relaxed
-    if assignment is None:
-        return Incumbent(None, np.inf, "elimination")
-    incumbent = Incumbent(assignment, bound, "elimination")
-    if _solution(problem, incumbent).gap <= PROVED:
-        return incumbent
-    assignment = lagrangian.improve(problem, assignment, lagrangian.Neighbourhood(problem))
-    solved = _by_program(problem, deadline, assignment)
-    return replace(solved, bound=max(bound, solved.bound))
+    best: list[int] | None = None
+    best_bound = -np.inf
+    for assignment, bound in minima_in_shares(problem):
+        if assignment is None:
+            return Incumbent(None, np.inf, "elimination")
+        best = _best(problem, best, assignment)
+        best_bound = max(best_bound, bound)
+        incumbent = Incumbent(best, best_bound, "elimination")
+        if best is not None and _solution(problem, incumbent).gap <= PROVED:
+            return incumbent
+    solved = _by_program(problem, deadline, best)
+    return replace(solved, bound=max(best_bound, solved.bound))
 
 
 def _or_one(value: float) -> float:
