@@ -6,7 +6,7 @@ first one. The ranks' weights differ from then on, and DDP goes on. Replicas are
 wrongly.
 
 A write is seen by the parameter's version. `parameter.data` has a version of its own, so that
-attribute of tensors is replaced during the step.
+attribute of tensors is replaced from a run's first step to its end.
 """
 
 import os
@@ -80,29 +80,40 @@ class StepWrites:
         self._aliases: dict[nn.Parameter, list[_Alias]] = {}
         self._is_active = False
 
+        # Of the attribute of tensors.
+        self._installed = ExitStack()
+        self._is_installed = False
+
         # Number of optimizers' steps that are running within the step, one in the other.
         self._num_stepping = 0
 
     @contextmanager
     def in_step(self) -> Iterator[None]:
         """Context of the user's step: what it writes is seen, but for what optimizers write."""
+        if self._watches_data and not self._is_installed:
+            # Once, not in each step: attributes of a class that changes often are not cached.
+            attribute = property(self._read_data, self._replace_data)
+            self._installed.enter_context(patched([(Tensor, "data", attribute)]))
+            self._is_installed = True
         self._num_stepping = 0
         self._is_active = True
         self._begin()
         try:
-            with ExitStack() as installed:
-                if self._watches_data:
-                    attribute = property(self._read_data, self._replace_data)
-                    installed.enter_context(patched([(Tensor, "data", attribute)]))
+            with ExitStack() as hooks:
                 before = register_optimizer_step_pre_hook(self._pause)
-                installed.callback(before.remove)
+                hooks.callback(before.remove)
                 after = register_optimizer_step_post_hook(self._resume)
-                installed.callback(after.remove)
+                hooks.callback(after.remove)
                 yield
             self._look_at_all()
         finally:
             self._is_active = False
             self._aliases.clear()
+
+    def remove(self) -> None:
+        """Restore the attribute of tensors, at the end of the run."""
+        self._installed.close()
+        self._is_installed = False
 
     def _pause(self, *_: Any) -> None:
         """Ignore what is written until `_resume`: an optimizer steps."""
@@ -154,11 +165,11 @@ class StepWrites:
             if parameter not in self._gathered:
                 self.look(parameter, parameter.detach())
 
-    # `Tensor.data` during a step
+    # `Tensor.data`
 
     def _read_data(self, tensor: Tensor) -> Tensor:
         alias: Tensor = _DATA.__get__(tensor)
-        parameter = self._by_id.get(id(tensor))
+        parameter = self._by_id.get(id(tensor)) if self._is_active else None
         if parameter is not None and type(alias) is Tensor and not alias.is_inference():
             frame = sys._getframe(1)
             if not _is_of_package(frame):
@@ -168,7 +179,7 @@ class StepWrites:
 
     def _replace_data(self, tensor: Tensor, data: Tensor) -> None:
         _DATA.__set__(tensor, data)
-        parameter = self._by_id.get(id(tensor))
+        parameter = self._by_id.get(id(tensor)) if self._is_active else None
         frame = sys._getframe(1)
         if parameter is not None and not _is_of_package(frame):
             self._note(parameter, _Alias(data.new_empty(0), _REPLACED, _line(frame)))
