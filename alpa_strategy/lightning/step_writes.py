@@ -66,8 +66,11 @@ class StepWrites:
         self._watches_data = watches_data
         self._by_id = {id(parameter): parameter for parameter in store.parameters}
 
-        # Parameters of which `look` is called by what gathers them: elsewhere they have no values.
-        self._gathered = store.sharded_parameters
+        # `look` is called for the others by what gathers them: elsewhere they have no values.
+        self._in_full = {}
+        for key, parameter in self._by_id.items():
+            if parameter not in store.sharded_parameters:
+                self._in_full[key] = parameter
 
         # Of each parameter that was written to: where, if that is known.
         self.lines: dict[nn.Parameter, str] = {}
@@ -76,8 +79,9 @@ class StepWrites:
         self._digests: dict[nn.Parameter, Tensor] = {}
 
         # While a step runs: versions at the last look, and aliases since then.
-        self._versions: dict[nn.Parameter, int] = {}
-        self._aliases: dict[nn.Parameter, list[_Alias]] = {}
+        # By the parameter's id: the hash of a tensor takes longer.
+        self._versions: dict[int, int] = {}
+        self._aliases: dict[int, list[_Alias]] = {}
         self._is_active = False
 
         # Of the attribute of tensors.
@@ -139,12 +143,12 @@ class StepWrites:
         if not self._is_active or self._num_stepping:
             return
         version = version_of(parameter)
-        aliases = self._aliases.pop(parameter, [])
+        aliases = self._aliases.pop(id(parameter), [])
         lines = [alias.line for alias in aliases if alias.is_written]
-        if not lines and version == self._versions[parameter]:
+        if not lines and version == self._versions[id(parameter)]:
             return
 
-        self._versions[parameter] = version
+        self._versions[id(parameter)] = version
         line = lines[0] if lines else ""
         self.lines[parameter] = self.lines.get(parameter) or line
         written = digest(full)
@@ -157,13 +161,13 @@ class StepWrites:
 
     def _begin(self) -> None:
         self._aliases.clear()
-        self._versions = {parameter: version_of(parameter) for parameter in self._by_id.values()}
+        self._versions = {key: version_of(parameter) for key, parameter in self._by_id.items()}
 
     def _look_at_all(self) -> None:
         """Look at all parameters that every rank has in full."""
-        for parameter in self._by_id.values():
-            if parameter not in self._gathered:
-                self.look(parameter, parameter.detach())
+        for key, parameter in self._in_full.items():
+            if key in self._aliases or version_of(parameter) != self._versions[key]:
+                self.look(parameter, parameter)
 
     # `Tensor.data`
 
@@ -186,7 +190,7 @@ class StepWrites:
 
     def _note(self, parameter: nn.Parameter, alias: _Alias) -> None:
         if not self._num_stepping:
-            self._aliases.setdefault(parameter, []).append(alias)
+            self._aliases.setdefault(id(parameter), []).append(alias)
 
 
 def _counter_of(alias: Tensor) -> Tensor:
