@@ -485,6 +485,8 @@ class ShardedRun(ABC):
     def close(self) -> None:
         """Restore the hooks. No communication."""
         self._adapted.close()
+        if self._writes is not None:
+            self._writes.remove()
         for mesh_parameters in self.store.of_stage.values():
             mesh_parameters.unwatch()
         for owner_step in self._owner_steps:

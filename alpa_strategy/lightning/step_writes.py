@@ -6,7 +6,7 @@ first one. The ranks' weights differ from then on, and DDP goes on. Replicas are
 wrongly.
 
 A write is seen by the parameter's version. `parameter.data` has a version of its own, so that
-attribute of tensors is replaced during the step.
+attribute of tensors is replaced from a run's first step to its end.
 """
 
 import os
@@ -66,8 +66,11 @@ class StepWrites:
         self._watches_data = watches_data
         self._by_id = {id(parameter): parameter for parameter in store.parameters}
 
-        # Parameters of which `look` is called by what gathers them: elsewhere they have no values.
-        self._gathered = store.sharded_parameters
+        # `look` is called for the others by what gathers them: elsewhere they have no values.
+        self._in_full = {}
+        for key, parameter in self._by_id.items():
+            if parameter not in store.sharded_parameters:
+                self._in_full[key] = parameter
 
         # Of each parameter that was written to: where, if that is known.
         self.lines: dict[nn.Parameter, str] = {}
@@ -76,9 +79,14 @@ class StepWrites:
         self._digests: dict[nn.Parameter, Tensor] = {}
 
         # While a step runs: versions at the last look, and aliases since then.
-        self._versions: dict[nn.Parameter, int] = {}
-        self._aliases: dict[nn.Parameter, list[_Alias]] = {}
+        # By the parameter's id: the hash of a tensor takes longer.
+        self._versions: dict[int, int] = {}
+        self._aliases: dict[int, list[_Alias]] = {}
         self._is_active = False
+
+        # Of the attribute of tensors.
+        self._installed = ExitStack()
+        self._is_installed = False
 
         # Number of optimizers' steps that are running within the step, one in the other.
         self._num_stepping = 0
@@ -86,23 +94,30 @@ class StepWrites:
     @contextmanager
     def in_step(self) -> Iterator[None]:
         """Context of the user's step: what it writes is seen, but for what optimizers write."""
+        if self._watches_data and not self._is_installed:
+            # Once, not in each step: attributes of a class that changes often are not cached.
+            attribute = property(self._read_data, self._replace_data)
+            self._installed.enter_context(patched([(Tensor, "data", attribute)]))
+            self._is_installed = True
         self._num_stepping = 0
         self._is_active = True
         self._begin()
         try:
-            with ExitStack() as installed:
-                if self._watches_data:
-                    attribute = property(self._read_data, self._replace_data)
-                    installed.enter_context(patched([(Tensor, "data", attribute)]))
+            with ExitStack() as hooks:
                 before = register_optimizer_step_pre_hook(self._pause)
-                installed.callback(before.remove)
+                hooks.callback(before.remove)
                 after = register_optimizer_step_post_hook(self._resume)
-                installed.callback(after.remove)
+                hooks.callback(after.remove)
                 yield
             self._look_at_all()
         finally:
             self._is_active = False
             self._aliases.clear()
+
+    def remove(self) -> None:
+        """Restore the attribute of tensors, at the end of the run."""
+        self._installed.close()
+        self._is_installed = False
 
     def _pause(self, *_: Any) -> None:
         """Ignore what is written until `_resume`: an optimizer steps."""
@@ -128,12 +143,12 @@ class StepWrites:
         if not self._is_active or self._num_stepping:
             return
         version = version_of(parameter)
-        aliases = self._aliases.pop(parameter, [])
+        aliases = self._aliases.pop(id(parameter), [])
         lines = [alias.line for alias in aliases if alias.is_written]
-        if not lines and version == self._versions[parameter]:
+        if not lines and version == self._versions[id(parameter)]:
             return
 
-        self._versions[parameter] = version
+        self._versions[id(parameter)] = version
         line = lines[0] if lines else ""
         self.lines[parameter] = self.lines.get(parameter) or line
         written = digest(full)
@@ -146,19 +161,19 @@ class StepWrites:
 
     def _begin(self) -> None:
         self._aliases.clear()
-        self._versions = {parameter: version_of(parameter) for parameter in self._by_id.values()}
+        self._versions = {key: version_of(parameter) for key, parameter in self._by_id.items()}
 
     def _look_at_all(self) -> None:
         """Look at all parameters that every rank has in full."""
-        for parameter in self._by_id.values():
-            if parameter not in self._gathered:
-                self.look(parameter, parameter.detach())
+        for key, parameter in self._in_full.items():
+            if key in self._aliases or version_of(parameter) != self._versions[key]:
+                self.look(parameter, parameter)
 
-    # `Tensor.data` during a step
+    # `Tensor.data`
 
     def _read_data(self, tensor: Tensor) -> Tensor:
         alias: Tensor = _DATA.__get__(tensor)
-        parameter = self._by_id.get(id(tensor))
+        parameter = self._by_id.get(id(tensor)) if self._is_active else None
         if parameter is not None and type(alias) is Tensor and not alias.is_inference():
             frame = sys._getframe(1)
             if not _is_of_package(frame):
@@ -168,14 +183,14 @@ class StepWrites:
 
     def _replace_data(self, tensor: Tensor, data: Tensor) -> None:
         _DATA.__set__(tensor, data)
-        parameter = self._by_id.get(id(tensor))
+        parameter = self._by_id.get(id(tensor)) if self._is_active else None
         frame = sys._getframe(1)
         if parameter is not None and not _is_of_package(frame):
             self._note(parameter, _Alias(data.new_empty(0), _REPLACED, _line(frame)))
 
     def _note(self, parameter: nn.Parameter, alias: _Alias) -> None:
         if not self._num_stepping:
-            self._aliases.setdefault(parameter, []).append(alias)
+            self._aliases.setdefault(id(parameter), []).append(alias)
 
 
 def _counter_of(alias: Tensor) -> Tensor:

@@ -157,6 +157,7 @@ def train(name: str, root: str, options: dict[str, Any] | None, fault: str = "")
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         trainer.fit(module)
+    assert "data" not in vars(Tensor)
     texts = [str(warning.message) for warning in caught]
     weights = {name: value.detach().clone() for name, value in module.state_dict().items()}
     return weights, [text for text in texts if "copies" in text]

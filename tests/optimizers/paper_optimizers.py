@@ -213,6 +213,81 @@ class MuonPerHead(OwnOptimizer):
         parameter.mul_(1 - 0.1 * group["lr"]).sub_(group["lr"] * update)
 
 
+class LayerDog(OwnOptimizer):
+    """Distance from the start over norms of gradients, of each tensor (Ivgi et al. 2023)."""
+
+    def update(
+        self, parameter: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]
+    ) -> None:
+        start = state.setdefault("start", parameter.detach().clone())
+        distance = state.setdefault("distance", 1e-3 * (1 + parameter.norm()))
+        distance.copy_(torch.maximum(distance, (parameter - start).norm()))
+        total = state.setdefault("total", torch.zeros_like(distance)).add_(grad.square().sum())
+        parameter.sub_(distance / (total + 1e-8).sqrt() * grad)
+
+
+class OwnList(Optimizer):
+    """Steps the parameters that it was made with, not those of its groups."""
+
+    def __init__(self, params: Any, lr: float = 0.02) -> None:
+        self.parameters = list(params)
+        super().__init__(self.parameters, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for parameter in self.parameters:
+            if parameter.grad is not None:
+                parameter.sub_(self.defaults["lr"] * parameter.grad / (1 + parameter.grad.norm()))
+        return loss
+
+
+class Dog(Optimizer):
+    """The same of all parameters together, which the state of the first one has."""
+
+    def __init__(self, params: Any, lr: float = 1.0) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        stepped = [p for p in parameters if p.grad is not None]
+        for parameter in stepped:
+            self.state[parameter].setdefault("start", parameter.detach().clone())
+        moves = [p - self.state[p]["start"] for p in stepped]
+        sums = self.state[stepped[0]]
+        distance = float(torch.nn.utils.get_total_norm(moves))
+        norm = float(torch.nn.utils.get_total_norm([p.grad for p in stepped]))
+        sums["distance"] = max(sums.get("distance", 1e-3), distance)
+        sums["total"] = sums.get("total", 0.0) + norm**2
+        for parameter in stepped:
+            parameter.sub_(sums["distance"] / math.sqrt(sums["total"] + 1e-8) * parameter.grad)
+        return loss
+
+
+class ClipsAll(OwnOptimizer):
+    """SGD that clips by the norm of all gradients, as many write it into an optimizer's step."""
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        loss = None if closure is None else closure()
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        torch.nn.utils.clip_grad_norm_(parameters, 0.05)
+        super().step()
+        return loss
+
+    def update(
+        self, parameter: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]
+    ) -> None:
+        parameter.sub_(group["lr"] * grad)
+
+
 class Prodigy(Optimizer):
     """Adam that estimates its rate from all parameters (Mishchenko and Defazio 2023)."""
 
@@ -336,6 +411,12 @@ def _muon_per_head(module: nn.Module) -> Optimizer:
     return MuonPerHead(groups, lr=0.02)
 
 
+def _transformers_adafactor(module: nn.Module) -> Optimizer:
+    from transformers.optimization import Adafactor
+
+    return Adafactor(module.parameters(), scale_parameter=True, warmup_init=True)
+
+
 # Each may have any plan.
 PAPER_OPTIMIZERS: dict[str, Callable[[nn.Module], Optimizer]] = {
     "lion": lambda module: Lion(module.parameters(), lr=0.003),
@@ -346,6 +427,9 @@ PAPER_OPTIMIZERS: dict[str, Callable[[nn.Module], Optimizer]] = {
     "sm3": lambda module: Sm3(module.parameters()),
     "novograd": lambda module: NovoGrad(module.parameters()),
     "centralized": lambda module: Centralized(module.parameters()),
+    "dog of layers": lambda module: LayerDog(module.parameters()),
+    "own list": lambda module: OwnList(module.parameters()),
+    "transformers adafactor": _transformers_adafactor,
     "adam-mini": lambda module: AdamMini(module.named_parameters(), num_heads=NUM_HEADS),
     "muon per head": _muon_per_head,
 }
@@ -353,6 +437,8 @@ PAPER_OPTIMIZERS: dict[str, Callable[[nn.Module], Optimizer]] = {
 # Each looks at several parameters, or needs more of a step than gradients.
 JOINT_OPTIMIZERS: dict[str, Callable[[nn.Module], Optimizer]] = {
     "prodigy": lambda module: Prodigy(module.parameters()),
+    "dog": lambda module: Dog(module.parameters()),
+    "clips all": lambda module: ClipsAll(module.parameters()),
     "schedule-free": lambda module: ScheduleFree(module.parameters()),
     "sam": lambda module: Sam(module.parameters(), torch.optim.AdamW),
     "lbfgs": lambda module: torch.optim.LBFGS(module.parameters(), lr=0.1, max_iter=3),
