@@ -18,7 +18,7 @@ from alpa_strategy.inter_op.stage_solve import PricedStage, SolvedStage, StageRe
 from alpa_strategy.inter_op.stored_costs import plan_of_record
 from alpa_strategy.intra_op.options import REDUCTIONS
 from alpa_strategy.intra_op.solver.solve import NoCheaperSolution
-from alpa_strategy.ir.plan import ParameterPlan, Plan
+from alpa_strategy.ir.plan import ParameterPlan, Plan, StagePlan
 from alpa_strategy.partial_results import Key
 from alpa_strategy.planner.assembly import plan_of
 from alpa_strategy.planner.cost_task import stage_cost_task
@@ -92,9 +92,18 @@ def _plan_one_stage(
 
     baseline_seconds: dict[str, float | None] = {}
     for name, stage in baselines.items():
-        baseline_seconds[name] = stage.plan.predicted.step_seconds if stage else None
+        # Micro-batches would be faster, and are not planned for baselines.
+        is_slowed = stage is not None and recomputes_for_memory(stage.plan)
+        label = f"{name}, whole batch at once" if is_slowed else name
+        baseline_seconds[label] = stage.plan.predicted.step_seconds if stage else None
     notes = (*task.step.notes, *replicated_notes(task.step, task.op_costs), *plan.notes)
     return replace(plan, baselines=baseline_seconds, notes=notes, solver_seconds=dict(spent))
+
+
+def recomputes_for_memory(stage: StagePlan) -> bool:
+    """Whether a stage recomputes results, or stores some or parameters in host memory."""
+    on_host = any(parameter.on_host for parameter in stage.parameter_plans.values())
+    return bool(stage.recomputed_ops or stage.stored or stage.remat or on_host)
 
 
 def _solve_meshes(

@@ -29,7 +29,11 @@ from alpa_strategy.partial_results import NOT_STORED, PartialResults
 from alpa_strategy.planner.explain import explain
 from alpa_strategy.planner.figures import with_figures
 from alpa_strategy.planner.microbatch_search import microbatch_counts
-from alpa_strategy.planner.one_stage import hidden_seconds, plan_one_stage
+from alpa_strategy.planner.one_stage import (
+    hidden_seconds,
+    plan_one_stage,
+    recomputes_for_memory,
+)
 from alpa_strategy.planner.optimizer_info import optimizer_info_of
 from alpa_strategy.planner.pipeline_first import PipelineFirst, search_pipeline_first
 from alpa_strategy.planner.pipeline_search import plan_pipeline
@@ -244,7 +248,7 @@ def _choose(task: PlanTask) -> Plan:
         clear_frames(error.__traceback__)
         return _plan_without_one_stage(task, error)
 
-    one = _or_on_devices(one, task)
+    one = _or_in_microbatches(_or_on_devices(one, task), task)
     if task.cluster.num_devices == 1 or not _may_be_pipelined(task):
         return one
     reason = _why_no_pipeline(task, one)
@@ -345,6 +349,25 @@ def _or_on_devices(one: Plan, task: PlanTask) -> Plan:
     except PlanError:
         return one
     return other if other.predicted.step_seconds < one.predicted.step_seconds else one
+
+
+def _or_in_microbatches(one: Plan, task: PlanTask) -> Plan:
+    """Return `one`, or one stage that computes micro-batches if that is faster.
+
+    The whole batch at once is searched first. Where it recomputes results or stores them in host
+    memory, smaller batches (gradient accumulation) may need neither.
+    """
+    recomputes_or_offloads = any(map(recomputes_for_memory, one.stages))
+    if not recomputes_or_offloads or task.options.device_map or not _can_be_split(task):
+        return one
+    try:
+        other = _one_stage(task.for_stages())
+    except PlanError:
+        return one
+    if other.predicted.step_seconds >= one.predicted.step_seconds:
+        return one
+    baselines = {"whole batch at once": one.predicted.step_seconds, **one.baselines}
+    return replace(other, baselines=baselines)
 
 
 def _faster(one: Plan, task: PlanTask, first: PipelineFirst | None = None) -> Plan:
