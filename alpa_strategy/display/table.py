@@ -540,12 +540,14 @@ def proof_of(plan: Plan) -> str:
 
     num_devices = sum(math.prod(stage.submesh) for stage in plan.stages)
     count = plan.num_microbatches
-    of_one_stage = " of one stage" if len(plan.stages) == 1 and num_devices > 1 else ""
-    in_parts = f" with {count} micro-batch{'es' * (count != 1)}" if plan.is_pipelined else ""
-    kind = of_one_stage + in_parts
+    kind = ""
+    if len(plan.stages) == 1 and num_devices > 1:
+        kind += " of one stage"
+    if plan.is_pipelined:
+        kind += f" with {count} micro-batch{'es' * (count != 1)}"
     pins = plan.figures.pins if plan.figures is not None else ()
     if any(not pin.startswith("num_microbatches=") for pin in pins):
-        kind += " and these pins" if in_parts else " with these pins"
+        kind += " and these pins" if plan.is_pipelined else " with these pins"
     if plan.gap <= 1e-6:
         return f"proved optimal among plans{kind}" if kind else "proved optimal"
     if plan.gap >= NO_BOUND:

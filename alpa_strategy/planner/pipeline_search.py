@@ -89,6 +89,9 @@ class PipelineSearch:
         self.task = task
         self.several = several
         self.meshes = submeshes(task.cluster)
+        if task.options.num_stages == 1:
+            # The stage has all devices.
+            self.meshes = self.meshes[-1:]
         # Candidates over all submeshes, the fastest first.
         self.best: list[Candidate] = []
         # Why there are no others.

@@ -367,7 +367,8 @@ def _or_in_microbatches(one: Plan, task: PlanTask) -> Plan:
     if other.predicted.step_seconds >= one.predicted.step_seconds:
         return one
     baselines = {"whole batch at once": one.predicted.step_seconds, **one.baselines}
-    return replace(other, baselines=baselines)
+    spent = {**one.solver_seconds, **other.solver_seconds}
+    return replace(other, baselines=baselines, solver_seconds=spent)
 
 
 def _faster(one: Plan, task: PlanTask, first: PipelineFirst | None = None) -> Plan:
