@@ -95,6 +95,8 @@ def run(arguments: argparse.Namespace) -> int:
     label = arguments.settings[0] if is_one else "all of them"
     variations.append(_varied(origin, base, arguments.settings, label))
 
+    # What was planned for the same inputs is not planned again.
+    stored = Plan.load(arguments.recipe) if _is_plan_file(arguments.recipe) else None
     planning_of = _planner(origin, Progress())
     plans: list[Plan | None] = []
     unchanged: list[UnchangedPlan] = []
@@ -102,9 +104,10 @@ def run(arguments: argparse.Namespace) -> int:
     with rare_collections():
         for variation in variations:
             task, make_plan = planning_of(variation)
+            is_stored = stored is not None and stored.fingerprint == task.fingerprint
             failure = None
             try:
-                plans.append(make_plan())
+                plans.append(stored if is_stored else make_plan())
             except PlanError as error:
                 plans.append(None)
                 failure = error
@@ -145,9 +148,14 @@ def _planner(origin: Origin, progress: Progress) -> Callable[[Variation], Planni
     return planning_of
 
 
+def _is_plan_file(name: str) -> bool:
+    """Whether the first argument is a stored plan, not a recipe or a model by name."""
+    return name.endswith(".json") and not is_by_name(name)
+
+
 def _origin(arguments: argparse.Namespace) -> Origin:
     """Return what is varied: a recipe on a cluster, or what a stored plan was made from."""
-    if arguments.recipe.endswith(".json") and not is_by_name(arguments.recipe):
+    if _is_plan_file(arguments.recipe):
         plan = Plan.load(arguments.recipe)
         details = details_of_file(arguments.recipe, plan)
         if details is None or details.origin is None:

@@ -106,6 +106,14 @@ def test_whatif_plans_a_stored_plan_with_another_cluster(plans, capsys):
     assert "The plan as it is would take" in out
 
 
+def test_whatif_does_not_plan_a_stored_plan_again(plans, capsys):
+    path = str(plans / "data.json")
+    capsys.readouterr()
+    assert main(["whatif", path, "--set", "intra_node.bandwidth=2x"]) == 0
+    # Only with the change.
+    assert capsys.readouterr().err.count("price mesh") == 1
+
+
 def test_whatif_warns_of_a_precision_without_a_rate(plans, capsys):
     change = "trainer.precision=bf16-mixed"
     assert main(["whatif", str(plans / "data.json"), "--set", change]) == 0
