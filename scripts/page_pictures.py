@@ -44,7 +44,7 @@ def make_pages(folder: Path) -> None:
     pipeline, other = str(folder / "plan.json"), str(folder / "other.json")
     run([*PLAN, "-o", pipeline])
     run(["why", pipeline, NAME])
-    run([*PLAN, "plan.schedule=1F1B", "plan.num_stages=2", "-o", other])
+    run([*PLAN, "plan.num_stages=4", "-o", other])
     run(["diff", pipeline, other, "--html", str(folder / "diff.html")])
 
 
