@@ -1,4 +1,4 @@
-"""One `alpa plan` in a process and an empty folder of its own, and what it took."""
+"""One `alpa` command in a process and an empty folder of its own, and what it took."""
 
 from __future__ import annotations
 
@@ -14,6 +14,28 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+# First word of a line with the seconds of a calibration loop.
+CALIBRATION = "calibration"
+
+
+@dataclass(frozen=True)
+class Finished:
+    """A process of `alpa` that has ended.
+
+    Attributes:
+        code: exit code.
+        output: what it printed, errors included.
+        cpu_seconds, peak_gib: of the process.
+        calibration_seconds: CPU seconds of `calibration_loop` in the same process: the mean of one
+            before the command and one after it.
+    """
+
+    code: int
+    output: str
+    cpu_seconds: float
+    peak_gib: float
+    calibration_seconds: float
 
 
 @dataclass(frozen=True)
@@ -56,11 +78,24 @@ def run_plan(checkout: Path, recipe: str, cluster: str, *overrides: str) -> Plan
     """Plan `recipe` (a name or a file) on `cluster` with the code of `checkout`, on one thread."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "plan.json"
-        arguments = [recipe, "--cluster", cluster, *overrides, "-o", str(out)]
-        environment = os.environ | {"PYTHONPATH": str(checkout), "OMP_NUM_THREADS": "1"}
+        ended = run_alpa(checkout, "plan", recipe, "--cluster", cluster, *overrides, "-o", str(out))
+        plan = None if ended.code else json.loads(out.read_text())
+        return Planning(
+            plan, ended.output, ended.cpu_seconds, ended.peak_gib, ended.calibration_seconds
+        )
+
+
+def run_alpa(checkout: Path, *arguments: str, columns: int = 80) -> Finished:
+    """Run `alpa` with the code of `checkout`, on one thread, in a terminal of `columns`."""
+    with tempfile.TemporaryDirectory() as folder:
+        environment = os.environ | {
+            "PYTHONPATH": str(checkout),
+            "OMP_NUM_THREADS": "1",
+            "COLUMNS": str(columns),
+        }
         with (Path(folder) / "output").open("w+") as output:
             process = subprocess.Popen(
-                [sys.executable, str(Path(__file__).resolve()), "plan", *arguments],
+                [sys.executable, str(Path(__file__).resolve()), *arguments],
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 cwd=folder,
@@ -69,20 +104,28 @@ def run_plan(checkout: Path, recipe: str, cluster: str, *overrides: str) -> Plan
             _, status, used = os.wait4(process.pid, 0)
             process.returncode = os.waitstatus_to_exitcode(status)
             output.seek(0)
-            first_line, _, text = output.read().partition("\n")
-        calibration_seconds = float(first_line.rpartition(" ")[2])
-        plan = None if process.returncode else json.loads(out.read_text())
-        cpu_seconds = used.ru_utime + used.ru_stime - calibration_seconds
-        return Planning(plan, text, cpu_seconds, used.ru_maxrss / 2**20, calibration_seconds)
+            lines = output.read().splitlines(keepends=True)
+    calibrations = [float(line.split()[1]) for line in lines if line.startswith(CALIBRATION)]
+    text = "".join(line for line in lines if not line.startswith(CALIBRATION))
+    return Finished(
+        process.returncode,
+        text,
+        used.ru_utime + used.ru_stime - sum(calibrations),
+        used.ru_maxrss / 2**20,
+        sum(calibrations) / max(1, len(calibrations)),
+    )
 
 
 def main() -> int:
-    """The process of one planning: calibrate, then plan as `alpa` does."""
-    print("calibration", calibration_loop(), flush=True)
+    """The process of one command: calibrate, run it as `alpa` does, and calibrate once more."""
+    print(CALIBRATION, calibration_loop(), flush=True)
     # The package of the checkout that PYTHONPATH names.
     from alpa_strategy.cli import main as alpa
 
-    return alpa(sys.argv[1:])
+    code = alpa(sys.argv[1:])
+    # The speed of a machine that others use differs from minute to minute.
+    print(CALIBRATION, calibration_loop(), flush=True)
+    return code
 
 
 if __name__ == "__main__":
