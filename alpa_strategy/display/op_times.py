@@ -104,6 +104,20 @@ def slowest_ops(plan: Plan, details: PlanDetails) -> list[SlowOps]:
     return [row for row in rows[:MAX_ROWS] if row.seconds > 0]
 
 
+def op_label(target: str) -> str:
+    """Return the short name of an op for tables.
+
+    `aten.linear.default`, `ops.linear` (a function of this package) and `per_rank.linear.1f2e3d4c`
+    (the op on each rank's samples) are `linear`; `my_library.linear.default` is
+    `my_library.linear`.
+    """
+    namespace, _, rest = target.partition(".")
+    name = rest.partition(".")[0]
+    if namespace in ("aten", "ops", "per_rank") or not name:
+        return name or namespace
+    return f"{namespace}.{name}"
+
+
 def slowest_ops_table(plan: Plan, details: PlanDetails) -> RenderableType | None:
     """Return a table of the slowest ops, with the share of the step; None if none takes time."""
     rows = slowest_ops(plan, details)
@@ -114,8 +128,7 @@ def slowest_ops_table(plan: Plan, details: PlanDetails) -> RenderableType | None
     add_columns(table, ("line",), ("ops", "a step", ""))
     step = plan.predicted.step_seconds
     for row in rows:
-        name = row.target.removeprefix("aten.").partition(".")[0]
-        shown = plain(f"{row.module or 'the step'}: {name}")
+        shown = plain(f"{row.module or 'the step'}: {op_label(row.target)}")
         share = format_share(row.seconds / step) if step > 0 else ""
         seconds = format_seconds(row.seconds)
         line = plain(os.path.basename(row.source))

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from alpa_strategy.cli import main
+from alpa_strategy.display.op_times import op_label
 from alpa_strategy.display.plan_words import flops_text, rates_text
 from alpa_strategy.ir.plan import Plan
 from alpa_strategy.page.page import models_of, page_path
@@ -77,3 +78,17 @@ def test_a_cluster_without_a_rate_is_warned_of(shown):
     # Before the planning, too.
     assert planned.startswith("warning") is is_bfloat16
     assert ("no FLOP/s for bfloat16)" in " ".join(planned.split())) is is_bfloat16
+
+
+@pytest.mark.parametrize(
+    ("target", "label"),
+    [
+        ("aten.linear.default", "linear"),
+        ("ops.segmented_linear", "segmented_linear"),
+        ("per_rank.batch_norm.1f2e3d4c", "batch_norm"),
+        ("my_library.attention.default", "my_library.attention"),
+        ("relu", "relu"),
+    ],
+)
+def test_ops_are_shown_by_their_short_names(target, label):
+    assert op_label(target) == label
