@@ -42,7 +42,8 @@ class Change:
 def best_change(plan: Plan, memory_limit: float | None = None) -> str | None:
     """Return the change that would help a plan most, and what it brings.
 
-    A change of the cluster comes second, and only if it brings more.
+    Changes that were planned (`alpa plan hf:`) are returned as they are. Of others, a change of the
+    cluster comes second, and only if it brings more.
 
     Args:
         plan: whose seconds are known.
@@ -54,6 +55,8 @@ def best_change(plan: Plan, memory_limit: float | None = None) -> str | None:
     parts = step_parts(plan)
     if not parts or plan.predicted.step_seconds <= 0:
         return None
+    if plan.figures is not None and plan.figures.planned_changes:
+        return "; ".join(plan.figures.planned_changes)
     waiting = _waiting_share(plan)
     # Long schedules take seconds to lay out: only where waiting is a part of the step.
     schedule = plan_timeline(plan) if waiting >= LEAST_GAIN else None

@@ -3,7 +3,7 @@
 from rich.console import Console, RenderableType
 
 from alpa_strategy.errors import PlanError
-from alpa_strategy.fit.changes import FitCase, nearest_changes, plan_case
+from alpa_strategy.fit.changes import FitCase, nearest_changes, plan_case, with_changes
 from alpa_strategy.fit.flags import flags_table
 from alpa_strategy.fit.report import (
     changes_table,
@@ -45,6 +45,7 @@ def answer_fit(
         raise
 
     changes = nearest_changes(case, plan, progress, num_changes)
+    plan = with_changes(plan, changes, case)
     sections: list[RenderableType] = [
         top,
         verdict(plan, cluster, plan_task.memory_limit),

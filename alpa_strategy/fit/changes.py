@@ -4,7 +4,7 @@ Each one is planned again before it is shown, as the command with that change wo
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from alpa_strategy.cluster.spec import ClusterSpec
@@ -138,15 +138,37 @@ def possible_changes(case: FitCase, fits: bool) -> Iterator[Change]:
 
 def change_line(planned: PlannedChange, case: FitCase, plan: Plan | None) -> tuple[str, str]:
     """Return the flags of a change, and what it brings and costs."""
-    predicted = planned.plan.predicted
-    brings = f"fits, {format_bytes(predicted.peak_bytes)} a device"
-    if plan is not None:
-        before = case.request.tokens / plan.predicted.step_seconds
-        gain = planned.tokens_per_second / before
-        more = predicted.peak_bytes - plan.predicted.peak_bytes
-        sign = "+" if more >= 0 else "-"
-        brings = f"{gain:.2f}x the tokens/s, {sign}{format_bytes(math.fabs(more))}"
+    if plan is None:
+        brings = f"fits, {format_bytes(planned.plan.predicted.peak_bytes)} a device"
+    else:
+        brings = _brought(planned, case, plan)
     return planned.change.flags, f"{brings}; {planned.change.price}"
+
+
+def _brought(planned: PlannedChange, case: FitCase, plan: Plan) -> str:
+    """Return what a change brings to a plan that fits: speed, and memory of a device."""
+    before = case.request.tokens / plan.predicted.step_seconds
+    gain = planned.tokens_per_second / before
+    more = planned.plan.predicted.peak_bytes - plan.predicted.peak_bytes
+    sign = "+" if more >= 0 else "-"
+    return f"{gain:.2f}x the tokens/s, {sign}{format_bytes(math.fabs(more))}"
+
+
+def with_changes(plan: Plan, changes: Sequence[PlannedChange], case: FitCase) -> Plan:
+    """Return a plan whose figures have the changes, for `alpa show` and the page.
+
+    Args:
+        plan: of the case as requested.
+        changes: those that were planned and help.
+        case: the case as requested.
+    """
+    if plan.figures is None:
+        return plan
+    lines = []
+    for planned in changes:
+        flags, _ = change_line(planned, case, plan)
+        lines.append(f"{flags}: {_brought(planned, case, plan)}")
+    return replace(plan, figures=replace(plan.figures, planned_changes=tuple(lines)))
 
 
 def _with_options(**values: object) -> Callable[[FitCase, Progress], FitCase]:

@@ -30,9 +30,15 @@ def test_answer_fits_one_screen(
 ) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     folder = write_config(tmp_path / "tiny-llama")
-    code = main(["plan", f"hf:{folder}", *ASKED, "--changes", "1"])
+    path = str(tmp_path / "plan.json")
+    code = main(["plan", f"hf:{folder}", *ASKED, "--changes", "1", "-o", path])
     out = capsys.readouterr().out
     assert code == 0
+    # The stored plan has the change that was planned, in place of an estimate.
+    (change,) = Plan.load(path).figures.planned_changes
+    assert change.partition(":")[0] in out
+    assert main(["show", path]) == 0
+    assert change in " ".join(capsys.readouterr().out.split())
     lines = out.splitlines()
     assert len(lines) <= 40
     assert max(map(len, lines)) <= 80
