@@ -33,8 +33,8 @@ _LEAST_DIVIDED = 0.1
 class StageSummary:
     """A stage's parallelism, read from its parameters and strategies."""
 
-    # Devices among which samples, matrices, and experts are divided. A device may have its part of
-    # the samples and of the experts.
+    # Devices among which samples or their tokens, matrices, and experts are divided. A device may
+    # have its part of the samples and of the experts.
     data: int
     tensor: int
     experts: int
@@ -47,14 +47,24 @@ class StageSummary:
     # Of `data`, the devices among which some products divide their matrices instead.
     partly_tensor: int = 1
 
+    # Of `data`, the devices among which the tokens of a sample are divided.
+    sequence: int = 1
+
+    @property
+    def samples(self) -> int:
+        """Devices among which samples are divided."""
+        return self.data // self.sequence
+
     @property
     def words(self) -> str:
         """Such as `2-way data parallel, 4-way tensor parallel, ZeRO-1`."""
         words = []
         if self.data == self.tensor == self.experts == 1:
             words.append("one device")
-        if self.data > 1:
-            words.append(f"{self.data}-way data parallel")
+        if self.samples > 1:
+            words.append(f"{self.samples}-way data parallel")
+        if self.sequence > 1:
+            words.append(f"{self.sequence}-way sequence parallel")
         if self.tensor > 1:
             words.append(f"{self.tensor}-way tensor parallel")
         if self.partly_tensor > 1:
@@ -70,7 +80,7 @@ class StageSummary:
 
 def stage_summary(stage: StagePlan) -> StageSummary:
     """Return how a stage's products and parameters are divided, axis by axis."""
-    data = tensor = experts = partly_tensor = 1
+    data = tensor = experts = partly_tensor = sequence = 1
     zero = 0
     for axis, size in enumerate(stage.logical_mesh):
         if size == 1:
@@ -83,10 +93,12 @@ def stage_summary(stage: StagePlan) -> StageSummary:
             tensor *= size
         else:
             data *= size
+            if _divides_tokens(stage, axis):
+                sequence *= size
             zero = max(zero, _zero_level(elements, _uses_shards(stage, axis)))
             if not has_experts and _divides_some_matrices(stage, axis):
                 partly_tensor *= size
-    return StageSummary(data, tensor, experts, zero, stage.remat, partly_tensor)
+    return StageSummary(data, tensor, experts, zero, stage.remat, partly_tensor, sequence)
 
 
 def _elements_by_storage(stage: StagePlan, axis: int) -> Counter[str]:
@@ -121,6 +133,17 @@ def _divides_some_matrices(stage: StagePlan, axis: int) -> bool:
     """Whether an axis divides the matrices of more than a few products."""
     num_divided, num_full = _products(stage, axis)
     return num_divided >= _LEAST_DIVIDED * (num_divided + num_full) > 0
+
+
+def _divides_tokens(stage: StagePlan, axis: int) -> bool:
+    """Whether an axis divides the tokens of sequences, not the samples of the batch: the second dim
+    of most linear layers' inputs, [samples, tokens, width].
+    """
+    dims: Counter[int | None] = Counter()
+    for name, strategies in stage.strategies.items():
+        if name.rpartition("_")[0] == "linear":
+            dims[strategies[axis].inputs[0].shard_dim] += 1
+    return dims[1] > dims.total() / 2
 
 
 def _products(stage: StagePlan, axis: int) -> tuple[int, int]:
@@ -223,7 +246,8 @@ def _words_of_unequal(summaries: Sequence[StageSummary]) -> list[str]:
     """Return the kinds of parallelism of stages that differ, and how many stages have each."""
     words = []
     for kind, sizes in (
-        ("data", [summary.data for summary in summaries]),
+        ("data", [summary.samples for summary in summaries]),
+        ("sequence", [summary.sequence for summary in summaries]),
         ("tensor", [summary.tensor for summary in summaries]),
         ("partly tensor", [summary.partly_tensor for summary in summaries]),
         ("expert", [summary.experts for summary in summaries]),

@@ -64,6 +64,8 @@ _OPTIONAL_FIELDS = {
     "optimizer_name",
     "earlier_predicted_seconds",
     "flags",
+    "pins",
+    "planned_changes",
     "flops",
     "largest",
 }

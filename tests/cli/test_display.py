@@ -293,6 +293,20 @@ def test_words_name_matrices_that_are_divided_beside_data_parallelism():
     assert "partly up to 4-way tensor parallel (most in stage 0)" in plan_words(plan)
 
 
+def test_words_tell_tokens_of_a_sequence_from_samples():
+    by_samples, by_tokens = map(AxisStrategy.parse, ("S0,R*->S0", "S1,R*->S1"))
+    stage = replace(
+        gpt_plan(1).stages[0],
+        submesh=(1, 8),
+        logical_mesh=(2, 4),
+        parameter_plans={"fc.weight": ParameterPlan.parse("R* R*")},
+        shapes={"fc.weight": (64, 64)},
+        strategies={"linear_0": (by_samples, by_tokens), "linear_1": (by_samples, by_tokens)},
+    )
+    plan = replace(gpt_plan(1), stages=(stage,))
+    assert plan_words(plan) == "2-way data parallel, 4-way sequence parallel"
+
+
 def test_words_are_true_of_stages_that_differ():
     plan = gpt_plan(3)
     alone = replace(plan.stages[1], submesh=(1, 1), logical_mesh=(1, 1))
