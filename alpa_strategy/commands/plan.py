@@ -52,6 +52,9 @@ SEARCHES = (
     "flexflow-like",
 )
 
+# Of batch sizes that are tuned: the number that a recipe pins is for its own.
+FREE_MICROBATCHES = "strategy.num_microbatches=null"
+
 
 def add_arguments(plan: argparse.ArgumentParser) -> None:
     """Add the options of `alpa plan` to its parser."""
@@ -114,6 +117,8 @@ def run(arguments: argparse.Namespace) -> int:
     cluster = ClusterSpec.load(arguments.cluster, to_cluster)
     console = make_console()
     flags: tuple[str, ...] = ()
+    # Those of the plan that is stored.
+    texts = list(arguments.overrides)
     if is_by_name(arguments.recipe):
         _check_for_models_by_name(arguments)
         asked = given_flags(arguments)
@@ -122,13 +127,14 @@ def run(arguments: argparse.Namespace) -> int:
         plan, task = plan_by_name(request, arguments, cluster, overrides)
     else:
         check_no_flags(arguments.recipe, arguments)
-        plan, task = _plan_recipe(arguments, cluster, overrides, console)
+        plan, task, batch_size = _plan_recipe(arguments, cluster, overrides, console)
+        if batch_size is not None:
+            texts = [FREE_MICROBATCHES, *texts, f"data.batch_size={batch_size}"]
 
     if arguments.output:
         with writing(arguments.output):
-            sizes = _sizes_of_sweep(task.cluster, cluster)
-            texts = (*arguments.overrides, *sizes)
-            origin = Origin(arguments.recipe, arguments.cluster, texts, flags)
+            texts += _sizes_of_sweep(task.cluster, cluster)
+            origin = Origin(arguments.recipe, arguments.cluster, tuple(texts), flags)
             page = store_plan(arguments.output, plan, task, origin)
         console.print(plain(f"plan stored in {arguments.output}, its page in {page}"))
     return 0
@@ -163,8 +169,10 @@ def _plan_recipe(
     cluster: ClusterSpec,
     overrides: Sequence[str],
     console: Console,
-) -> tuple[Plan, "PlanTask"]:
-    """Plan a recipe and print the plan; return it with its task."""
+) -> tuple[Plan, "PlanTask", int | None]:
+    """Plan a recipe and print the plan; return it with its task, and with the batch size that
+    `--tune` has chosen.
+    """
     recipe = load_recipe(arguments.recipe, overrides)
     check_plannable(recipe)
     if plan_options(recipe).costs is None:
@@ -177,14 +185,15 @@ def _plan_recipe(
     with PartialResults(folder, progress.tell) as results:
         planned = partial(_planned, arguments, cluster, progress=progress, results=results)
         if arguments.tune:
-            plan, task = _tuned(arguments, cluster, overrides, console, planned)
+            plan, task, batch_size = _tuned(arguments, cluster, overrides, console, planned)
         else:
+            batch_size = None
             plan, task = planned(overrides)
 
     show = plan_table if arguments.verbose else plan_summary
     console.print(show(plan))
     console.print(plan_timing(plan, peak_rss_bytes()))
-    return plan, task
+    return plan, task, batch_size
 
 
 def _planned(
@@ -228,9 +237,9 @@ def _tuned(
     overrides: Sequence[str],
     console: Console,
     planned: Callable[[Sequence[str]], tuple[Plan, "PlanTask"]],
-) -> tuple[Plan, "PlanTask"]:
+) -> tuple[Plan, "PlanTask", int]:
     """Plan with several batch sizes around the recipe's, print a table, and return the best plan
-    with its task.
+    with its task and its batch size.
 
     Raises:
         AlpaError: the recipe has no batch size, or no batch size has a plan.
@@ -247,7 +256,7 @@ def _tuned(
 
     # The recipe pins a number of micro-batches for its own batch size. A number on the command line
     # comes later and holds for all sizes.
-    free = ["strategy.num_microbatches=null", *overrides]
+    free = [FREE_MICROBATCHES, *overrides]
     tasks: dict[int, PlanTask] = {}
 
     def plan_with(size: int) -> Plan:
@@ -263,4 +272,4 @@ def _tuned(
     plan = plans[chosen]
     if isinstance(plan, AlpaError):
         raise plan
-    return plan, tasks[chosen]
+    return plan, tasks[chosen], chosen

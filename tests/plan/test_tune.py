@@ -70,4 +70,5 @@ def test_the_command_shows_what_was_planned(tmp_path, capsys, monkeypatch):
     shown = capsys.readouterr().out
     assert "samples/s" in shown
     assert "1 of 12" in shown  # 6 a rank
-    assert out.exists()
+    # The stored plan knows the batch size that was chosen.
+    assert main(["why", str(out), "blocks.0.mlp.fc.weight"]) == 0
