@@ -94,15 +94,12 @@ def worker(args: argparse.Namespace) -> None:
         strategy = alpa_strategy.AlpaStrategy()
     is_timed_in_turns = PLACE_VARIABLE in os.environ
     clock = Clock()
-    # A step of a GAN is two of `max_steps`: turns count batches.
-    length = {"max_steps": args.steps}
-    if is_timed_in_turns:
-        length = {"max_epochs": 1, "limit_train_batches": args.steps}
     trainer = pl.Trainer(
         accelerator="cpu",
         devices=args.num_ranks,
         strategy=strategy,
-        **length,
+        max_epochs=-1 if is_timed_in_turns else None,
+        max_steps=-1 if is_timed_in_turns else args.steps,
         callbacks=[TurnTaker.from_environment() if is_timed_in_turns else clock],
         default_root_dir=args.folder,
         logger=False,

@@ -45,11 +45,14 @@ class Place(NamedTuple):
     name: str
     index: int
     num_jobs: int
+    num_turns: int
     steps_per_turn: int
 
 
 class TurnTaker(pl.Callback):
-    """Makes `steps_per_turn` steps when it is the job's turn, and sleeps otherwise."""
+    """Makes `steps_per_turn` steps when it is the job's turn, and sleeps otherwise. Ends the
+    training after its last turn.
+    """
 
     def __init__(self, place: Place) -> None:
         self.place = place
@@ -72,9 +75,11 @@ class TurnTaker(pl.Callback):
             self.ends.append([])
             self._steps_left = self.place.steps_per_turn
 
-    def on_train_batch_end(self, *unused: object) -> None:
+    def on_train_batch_end(self, trainer: pl.Trainer, *unused: object) -> None:
         self.ends[-1].append(time.perf_counter())
         self._steps_left -= 1
+        if self._steps_left == 0 and len(self.ends) == self.place.num_turns:
+            trainer.should_stop = True
 
     def on_train_end(self, trainer: pl.Trainer, *unused: object) -> None:
         if trainer.global_rank == 0:
@@ -152,7 +157,7 @@ def run_in_turns(
     processes: dict[str, subprocess.Popen[bytes]] = {}
     try:
         for index, job in enumerate(jobs):
-            place = Place(str(folder), job.name, index, len(jobs), steps_per_turn)
+            place = Place(str(folder), job.name, index, len(jobs), num_turns, steps_per_turn)
             processes[job.name] = _start(job, place)
         last = num_turns * len(jobs)
         for turn in range(last):

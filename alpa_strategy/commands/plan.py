@@ -190,8 +190,9 @@ def _plan_recipe(
             batch_size = None
             plan, task = planned(overrides)
 
-    show = plan_table if arguments.verbose else plan_summary
-    console.print(show(plan))
+    location = arguments.output or "PLAN.json"
+    shown = plan_table(plan) if arguments.verbose else plan_summary(plan, location=location)
+    console.print(shown)
     console.print(plan_timing(plan, peak_rss_bytes()))
     return plan, task, batch_size
 

@@ -34,9 +34,6 @@ def plan_summary(
     sections = opening(plan, memory_limit, process_bytes, MAX_FINDINGS)
     if 1 < len(plan.stages) <= MAX_STAGES:
         sections += [Text(), stage_overview(plan)]
-    elif len(plan.stages) > MAX_STAGES:
-        line = f"the table of the {len(plan.stages)} stages is left out here: alpa show {location}"
-        sections += [Text(), plain(line, "dim")]
     sections += _notes(plan, location)
     return Group(*sections)
 
@@ -50,6 +47,8 @@ def _notes(plan: Plan, location: str) -> list[RenderableType]:
             note = note[:MAX_NOTE_CHARACTERS].rsplit(" ", 1)[0] + " ..."
         shown.append(note_text(note))
     others = "layouts, collectives and memory by stage"
+    if len(plan.stages) > MAX_STAGES:
+        others = f"the table of the {len(plan.stages)} stages, {others}"
     if len(notes) > MAX_NOTES:
         others += f", {len(notes) - MAX_NOTES} more notes"
     shown.append(plain(f"{others}: alpa show {location}", "dim"))

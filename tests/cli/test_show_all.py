@@ -26,8 +26,10 @@ CASES = {
 def shown(request, tmp_path, capsys, monkeypatch) -> tuple[Path, str, str]:
     """A plan's path, what `alpa plan` printed, and what `alpa show` prints."""
     monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.chdir(tmp_path)
     path = tmp_path / "plan.json"
-    command = ["plan", TINY, "--cluster", P3, *SMALL, *CASES[request.param], "-o", str(path)]
+    # A long path would be folded.
+    command = ["plan", TINY, "--cluster", P3, *SMALL, *CASES[request.param], "-o", path.name]
     assert main(command) == 0
     planned = capsys.readouterr().out
     assert main(["show", str(path)]) == 0
@@ -43,7 +45,7 @@ def test_every_line_of_a_plan_is_shown_again(shown):
     end = next(at for at, line in enumerate(lines) if line.startswith("plan stored"))
     for line in lines[start:end]:
         text, is_last, _ = line.partition("; peak")
-        if "alpa show PLAN.json" not in text:
+        if "alpa show " not in text:
             assert " ".join(text.split()) in words
         if is_last:
             break
