@@ -142,7 +142,6 @@ def _explanations(details: PlanDetails | None) -> dict[str, Any]:
                     "bytes": choice.num_bytes,
                     "compute": short_number(choice.compute_seconds),
                     "communication": short_number(choice.communication_seconds),
-                    "changes": choice.num_changes,
                     "problem": choice.problem,
                 }
             )

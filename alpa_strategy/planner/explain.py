@@ -308,7 +308,7 @@ class _Reasons:
                     f"{best.layout} would take {format_seconds(stage_more)} more in this stage,"
                     " which another stage's time hides."
                 )
-            return f"{best.layout} would take as long: the choice is free."
+            return f"{best.layout} would take as long as the layout of the plan."
         share = more / self.chosen.seconds
         parts = ", ".join(f"{_signed(seconds)} {part}" for part, seconds in self._parts(best))
         of_parts = f": {parts}" if parts else ""

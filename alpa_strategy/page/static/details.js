@@ -59,12 +59,11 @@
     const answer = plan.explanations[of.name];
     if (answer) {
       const [chosen] = answer.choices;
-      nodes.push(alpa.table(["layout", "#step", "#more", "#stage memory", "#computation", "#collectives", "#others change"], answer.choices.map((choice) => [
+      nodes.push(alpa.table(["layout", "#step", "#more", "#stage memory", "#computation", "#collectives"], answer.choices.map((choice) => [
         el("span", {}, el("span", { class: "badge" }, choice.layout), choice === chosen ? " the plan's" : ""),
         choice.seconds === null ? el("span", { title: alpa.text(choice.problem) }, "does not fit") : alpa.seconds(choice.seconds),
         choice.seconds === null || choice === chosen ? "" : more(choice.seconds - chosen.seconds),
-        ...(choice.seconds === null ? ["", "", "", ""] : [alpa.bytes(choice.bytes), alpa.seconds(choice.compute), alpa.seconds(choice.communication),
-          choice === chosen ? "" : `${choice.changes}`])])),
+        ...(choice.seconds === null ? ["", "", ""] : [alpa.bytes(choice.bytes), alpa.seconds(choice.compute), alpa.seconds(choice.communication)])])),
       el("ul", { class: "findings" }, answer.reasons.map((reason) => el("li", {}, alpa.text(reason)))));
     } else if (!plan.explainable) {
       nodes.push(el("p", { class: "soft" }, "The planner answers this by solving the plan once more, for which it needs the model. This page knows no recipe of it: ask in the program that has the model."));
