@@ -80,7 +80,9 @@ Planning = tuple["PlanTask", Callable[[], Plan]]
 
 def run(arguments: argparse.Namespace) -> int:
     """Plan as it is, with each change alone and with all of them; print what changes and why."""
-    origin = _origin(arguments)
+    # What was planned for the same inputs is not planned again.
+    stored = Plan.load(arguments.recipe) if _is_plan_file(arguments.recipe) else None
+    origin = _origin(arguments, stored)
     to_cluster, overrides = split_overrides(origin.overrides)
     cluster = ClusterSpec.load(origin.cluster, dict(to_cluster))
     request = request_of(origin, cluster)
@@ -95,8 +97,6 @@ def run(arguments: argparse.Namespace) -> int:
     label = arguments.settings[0] if is_one else "all of them"
     variations.append(_varied(origin, base, arguments.settings, label))
 
-    # What was planned for the same inputs is not planned again.
-    stored = Plan.load(arguments.recipe) if _is_plan_file(arguments.recipe) else None
     planning_of = _planner(origin, Progress())
     plans: list[Plan | None] = []
     unchanged: list[UnchangedPlan] = []
@@ -153,11 +153,14 @@ def _is_plan_file(name: str) -> bool:
     return name.endswith(".json") and not is_by_name(name)
 
 
-def _origin(arguments: argparse.Namespace) -> Origin:
-    """Return what is varied: a recipe on a cluster, or what a stored plan was made from."""
-    if _is_plan_file(arguments.recipe):
-        plan = Plan.load(arguments.recipe)
-        details = details_of_file(arguments.recipe, plan)
+def _origin(arguments: argparse.Namespace, stored: Plan | None) -> Origin:
+    """Return what is varied: a recipe on a cluster, or what a stored plan was made from.
+
+    Args:
+        stored: the plan of the first argument; None: that is a recipe or a model by name.
+    """
+    if stored is not None:
+        details = details_of_file(arguments.recipe, stored)
         if details is None or details.origin is None:
             raise PlanError(
                 f"nothing beside {arguments.recipe} names the recipe that it was made from",

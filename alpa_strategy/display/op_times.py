@@ -88,6 +88,11 @@ class SlowOps:
     # Of all of them in a step.
     seconds: float
 
+    @property
+    def label(self) -> str:
+        """Such as `blocks.*.mlp.fc: linear`."""
+        return f"{self.module or 'the step'}: {op_label(self.target)}"
+
 
 def slowest_ops(plan: Plan, details: PlanDetails) -> list[SlowOps]:
     """Return the ops of the busiest devices that take most of a step, the slowest first."""
@@ -128,9 +133,8 @@ def slowest_ops_table(plan: Plan, details: PlanDetails) -> RenderableType | None
     add_columns(table, ("line",), ("ops", "a step", ""))
     step = plan.predicted.step_seconds
     for row in rows:
-        shown = plain(f"{row.module or 'the step'}: {op_label(row.target)}")
         share = format_share(row.seconds / step) if step > 0 else ""
         seconds = format_seconds(row.seconds)
         line = plain(os.path.basename(row.source))
-        table.add_row(shown, line, str(row.count), seconds, share)
+        table.add_row(plain(row.label), line, str(row.count), seconds, share)
     return Group(table, plain(busiest_text(plan), "dim"))

@@ -122,10 +122,10 @@ def _add_step_seconds(data: dict[str, Any], clock: StepClock, details: StageDeta
 
 
 def _slowest(plan: Plan, details: PlanDetails | None) -> list[list[Any]]:
-    """Return the slowest ops as [module, target, source, count, seconds of a step]."""
+    """Return the slowest ops as [label, source, count, seconds of a step]."""
     rows: list[list[Any]] = []
     for row in slowest_ops(plan, details) if details is not None else ():
-        rows.append([row.module, row.target, row.source, row.count, short_number(row.seconds)])
+        rows.append([row.label, row.source, row.count, short_number(row.seconds)])
     return rows
 
 

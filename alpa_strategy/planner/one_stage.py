@@ -93,14 +93,14 @@ def _plan_one_stage(
     baseline_seconds: dict[str, float | None] = {}
     for name, stage in baselines.items():
         # Micro-batches would be faster, and are not planned for baselines.
-        is_slowed = stage is not None and recomputes_for_memory(stage.plan)
+        is_slowed = stage is not None and recomputes_or_offloads(stage.plan)
         label = f"{name}, whole batch at once" if is_slowed else name
         baseline_seconds[label] = stage.plan.predicted.step_seconds if stage else None
     notes = (*task.step.notes, *replicated_notes(task.step, task.op_costs), *plan.notes)
     return replace(plan, baselines=baseline_seconds, notes=notes, solver_seconds=dict(spent))
 
 
-def recomputes_for_memory(stage: StagePlan) -> bool:
+def recomputes_or_offloads(stage: StagePlan) -> bool:
     """Whether a stage recomputes results, or stores some or parameters in host memory."""
     on_host = any(parameter.on_host for parameter in stage.parameter_plans.values())
     return bool(stage.recomputed_ops or stage.stored or stage.remat or on_host)

@@ -32,7 +32,7 @@ from alpa_strategy.planner.microbatch_search import microbatch_counts
 from alpa_strategy.planner.one_stage import (
     hidden_seconds,
     plan_one_stage,
-    recomputes_for_memory,
+    recomputes_or_offloads,
 )
 from alpa_strategy.planner.optimizer_info import optimizer_info_of
 from alpa_strategy.planner.pipeline_first import PipelineFirst, search_pipeline_first
@@ -357,8 +357,8 @@ def _or_in_microbatches(one: Plan, task: PlanTask) -> Plan:
     The whole batch at once is searched first. Where it recomputes results or stores them in host
     memory, smaller batches (gradient accumulation) may need neither.
     """
-    recomputes_or_offloads = any(map(recomputes_for_memory, one.stages))
-    if not recomputes_or_offloads or task.options.device_map or not _can_be_split(task):
+    is_slowed = any(map(recomputes_or_offloads, one.stages))
+    if not is_slowed or task.options.device_map or not _can_be_split(task):
         return one
     try:
         other = _one_stage(task.for_stages())

@@ -19,6 +19,14 @@ PLANS: dict[str, dict[str, Any]] = {
 }
 
 
+def loss_of(closure: Callable[[], Any] | None) -> Any:
+    """Return the closure's loss, computed with gradients; None without a closure."""
+    if closure is None:
+        return None
+    with torch.enable_grad():
+        return closure()
+
+
 class OwnOptimizer(torch.optim.Optimizer):
     """Calls `update(parameter, gradient, state, group)` for every parameter with a gradient."""
 
@@ -27,10 +35,7 @@ class OwnOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = loss_of(closure)
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
@@ -145,3 +150,20 @@ def with_optimizer(model_class: type, optimizer: str | Callable[[nn.Module], Any
             return make(self)
 
     return WithOptimizer
+
+
+def runs_of_one_device(pool: Any, train: Callable[..., dict[str, Any]]) -> Callable[[str], Any]:
+    """Return a function from an optimizer's name to its run on one device, which trains once.
+
+    Args:
+        pool: of workers.
+        train: called with the optimizer, no strategy, and the two ranks whose samples it has.
+    """
+    results: dict[str, Any] = {}
+
+    def get(optimizer: str) -> Any:
+        if optimizer not in results:
+            (results[optimizer],) = pool.run(1, train, optimizer, None, 2, init_group=False)
+        return results[optimizer]
+
+    return get

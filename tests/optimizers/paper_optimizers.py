@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from optimizers.matrix_optimizers import OwnOptimizer, orthogonalized, split_by_dims
+from optimizers.matrix_optimizers import OwnOptimizer, loss_of, orthogonalized, split_by_dims
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -163,7 +163,7 @@ class Centralized(OwnOptimizer):
         parameter.sub_(group["lr"] * grad)
 
 
-class AdamMini(Optimizer):
+class AdamMini(OwnOptimizer):
     """Adam with one second moment for each head of queries and keys, each row of other matrices,
     and each remaining tensor (Zhang et al. 2024). As in the authors' code it is made of named
     parameters, a group for each, and knows groups by their names.
@@ -172,27 +172,17 @@ class AdamMini(Optimizer):
     def __init__(self, named_parameters: Any, lr: float = 0.02, num_heads: int = 2) -> None:
         self.num_heads = num_heads
         groups = [{"name": name, "params": [p]} for name, p in named_parameters]
-        super().__init__(groups, {"lr": lr})
+        super().__init__(groups, lr)
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is None:
-                    continue
-                grad = parameter.grad
-                state = self.state[parameter]
-                blocks = grad.reshape(self._num_blocks(group["name"], grad), -1)
-                square = blocks.square().mean(1, keepdim=True)
-                first = state.setdefault("m", torch.zeros_like(grad)).lerp_(grad, 0.1)
-                second = state.setdefault("v", torch.zeros_like(square)).lerp_(square, 0.05)
-                update = first.reshape_as(blocks) / (second.sqrt() + 1e-6)
-                parameter.sub_(group["lr"] * update.view_as(parameter))
-        return loss
+    def update(
+        self, parameter: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]
+    ) -> None:
+        blocks = grad.reshape(self._num_blocks(group["name"], grad), -1)
+        square = blocks.square().mean(1, keepdim=True)
+        first = state.setdefault("m", torch.zeros_like(grad)).lerp_(grad, 0.1)
+        second = state.setdefault("v", torch.zeros_like(square)).lerp_(square, 0.05)
+        move = first.reshape_as(blocks) / (second.sqrt() + 1e-6)
+        parameter.sub_(group["lr"] * move.view_as(parameter))
 
     def _num_blocks(self, name: str, grad: Tensor) -> int:
         if name.endswith("qkv.weight"):
@@ -235,10 +225,7 @@ class OwnList(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = loss_of(closure)
         for parameter in self.parameters:
             if parameter.grad is not None:
                 parameter.sub_(self.defaults["lr"] * parameter.grad / (1 + parameter.grad.norm()))
@@ -253,10 +240,7 @@ class Dog(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = loss_of(closure)
         parameters = [p for group in self.param_groups for p in group["params"]]
         stepped = [p for p in parameters if p.grad is not None]
         for parameter in stepped:
@@ -297,10 +281,7 @@ class Prodigy(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = loss_of(closure)
         first_group = self.param_groups[0]
         d = first_group["d"]
         numerator = 0.95 * first_group["d_numerator"]

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from covering import slow_but
 from equality.harness import assert_same, record_model
-from optimizers.matrix_optimizers import PLANS, with_optimizer
+from optimizers.matrix_optimizers import PLANS, runs_of_one_device, with_optimizer
 from optimizers.paper_optimizers import JOINT_OPTIMIZERS, PAPER_OPTIMIZERS, TORCH_OPTIMIZERS
 from optimizers.test_owners import WithoutKeyBias
 from worker_pool import WorkerError
@@ -33,14 +33,7 @@ def options_of(plan: str, folder: Any) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def one_device(pool):
     """Runs of one device by optimizer."""
-    results: dict[str, Any] = {}
-
-    def get(optimizer: str) -> Any:
-        if optimizer not in results:
-            (results[optimizer],) = pool.run(1, train, optimizer, None, 2, init_group=False)
-        return results[optimizer]
-
-    return get
+    return runs_of_one_device(pool, train)
 
 
 BY_DEFAULT = [

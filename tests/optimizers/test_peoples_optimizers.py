@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from covering import covering
 from equality.harness import assert_same, record_model
-from optimizers.matrix_optimizers import PLANS, with_optimizer
+from optimizers.matrix_optimizers import PLANS, runs_of_one_device, with_optimizer
 from optimizers.peoples_optimizers import PEOPLES_OPTIMIZERS
 from recipe_models import MODELS
 
@@ -34,14 +34,7 @@ def train(optimizer: str, strategy: dict[str, Any] | None, world_size: int) -> d
 @pytest.fixture(scope="module")
 def one_device(pool):
     """Runs of one device by optimizer."""
-    results: dict[str, Any] = {}
-
-    def get(optimizer: str) -> Any:
-        if optimizer not in results:
-            (results[optimizer],) = pool.run(1, train, optimizer, None, 2, init_group=False)
-        return results[optimizer]
-
-    return get
+    return runs_of_one_device(pool, train)
 
 
 @pytest.mark.parametrize(("optimizer", "plan"), CASES)

@@ -127,12 +127,12 @@ def test_the_slowest_ops_are_listed_with_their_lines(tmp_path, capsys):
     assert len(rows) == 5
     of_rows = [row[-1] for row in rows]
     assert of_rows == sorted(of_rows, reverse=True)
-    assert all(":" in source for _, _, source, _, _ in rows)
+    assert all(":" in source for _, source, _, _ in rows)
     assert main(["show", str(path)]) == 0
     out = capsys.readouterr().out
     shown = "".join(out.split())
     assert "slowestops" in shown
-    for _, _, source, _, seconds in rows:
+    for _, source, _, seconds in rows:
         # The file without its folders, on one line however narrow the terminal is.
         assert f" {os.path.basename(source)} " in out
         assert "".join(format_seconds(seconds).split()) in shown

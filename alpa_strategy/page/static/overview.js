@@ -43,16 +43,10 @@
     return el("div", { class: "figures" }, nodes);
   }
 
-  // As `op_label` of display/op_times.py.
-  function opLabel(target) {
-    const [namespace, name] = target.split(".");
-    return !name ? namespace : ["aten", "ops", "per_rank"].includes(namespace) ? name : `${namespace}.${name}`;
-  }
-
   function slowest(plan) {
     if (!plan.slowest.length) return null;
-    const rows = plan.slowest.map(([module, target, source, count, seconds]) => [
-      alpa.text(`${module || "the step"}: ${opLabel(target)}`), el("span", { class: "mono", title: alpa.text(source) }, alpa.text(source.split("/").pop())),
+    const rows = plan.slowest.map(([label, source, count, seconds]) => [
+      alpa.text(label), el("span", { class: "mono", title: alpa.text(source) }, alpa.text(source.split("/").pop())),
       `${count}`, alpa.seconds(seconds), alpa.percent(seconds / plan.step)]);
     return el("div", {}, el("h3", {}, "The slowest ops"), alpa.table(["op", "line", "#ops", "#a step", "#of it"], rows));
   }
