@@ -26,8 +26,9 @@ from alpa_strategy.cost.flops import is_view, op_base_name
 from alpa_strategy.cost.model import RooflineCosts
 from alpa_strategy.cost.saved_tensors import Saved
 from alpa_strategy.inter_op.simulation import runtime_seconds, simulated_seconds
+from alpa_strategy.inter_op.stage_cost import StageCost
 from alpa_strategy.inter_op.stage_costs import StageCostTask
-from alpa_strategy.inter_op.stage_problem import StageCost, cost_of
+from alpa_strategy.inter_op.stage_problem import cost_of
 from alpa_strategy.inter_op.stage_solve import StageRequest, StageSolver
 from alpa_strategy.intra_op.build import IntraOp
 from alpa_strategy.intra_op.decode import messages, working_bytes

@@ -14,7 +14,8 @@ WORTH_SAYING = 0.05
 # A boundary is slow if its messages take at least this share of the forward of the stage before it.
 SLOW_BOUNDARY = 0.5
 
-# Prices of parameters that are gathered for each use are an upper bound (docs/formulas.md).
+# In stages of pipelines, prices of parameters that are gathered for each use are an upper bound
+# (docs/formulas.md).
 _PREFETCHED = (
     " Parameters that are gathered at each use (ZeRO-3) are counted in full; the run gathers the"
     " next ones during computation, so a step may be shorter."
@@ -56,7 +57,8 @@ def _parts(plan: Plan) -> list[str]:
         line = f"{_WORDS[name]} takes {share:.0%} of the step ({format_seconds(seconds)})."
         if name == "communication":
             line += _largest_collective(plan)
-            if any(plan.stages[index].prefetched_bytes for index in busiest_stages(plan)):
+            prefetches = any(plan.stages[index].prefetched_bytes for index in busiest_stages(plan))
+            if plan.is_pipelined and prefetches:
                 line += _PREFETCHED
         lines.append(line)
     return lines

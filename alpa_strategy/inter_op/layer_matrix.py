@@ -297,6 +297,24 @@ def follow_leaders(stage: StageProblem, ends: LayerBoundary) -> LayerProblem:
     )
 
 
+def without_hidden_gathers(problem: LayerProblem, overlap: float) -> LayerProblem:
+    """Return the problem of a layer of one stage on all devices, without the share of the
+    communication of its parameters that may be hidden behind computation
+    (`beside_compute.without_prefetched`).
+    """
+    if not overlap:
+        return problem
+    transfers = []
+    for costs, gathered in zip(problem.transfers, problem.gathered, strict=True):
+        if gathered is None:
+            transfers.append(costs)
+            continue
+        forward = (1 - overlap) * costs.forward
+        backward = (1 - overlap) * costs.backward
+        transfers.append(replace(costs, forward=forward, backward=backward))
+    return replace(problem, transfers=tuple(transfers))
+
+
 def _followers(
     graph: StepGraph,
     values: Mapping[int, BoundaryChoice],

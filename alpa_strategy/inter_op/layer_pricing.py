@@ -20,6 +20,7 @@ from alpa_strategy.inter_op.layer_matrix import (
     follow_leaders,
     layer_matrix,
     passing_seconds,
+    without_hidden_gathers,
 )
 from alpa_strategy.inter_op.layer_runs import Runs, compose_runs, newly_received_shares
 from alpa_strategy.inter_op.mesh_options import options_of_part
@@ -190,7 +191,11 @@ def unpriced_layers(
         intra = restrict(build, options, job.optimizer)
         if on_host:
             intra = with_offload(intra, on_host)
-        problems.append(follow_leaders(take_apart(intra), ends[first]))
+        problem = follow_leaders(take_apart(intra), ends[first])
+        if mesh.num_devices == job.cluster.num_devices:
+            # No pipeline has such a stage.
+            problem = without_hidden_gathers(problem, mesh.overlap)
+        problems.append(problem)
         passing.append(passing_seconds(job.graph, ends[first], tables))
     return UnpricedLayers(layers, kinds, problems, passing)
 

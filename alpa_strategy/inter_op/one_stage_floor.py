@@ -3,12 +3,12 @@ it can be better than a pipeline.
 
 Solving one stage on every logical mesh of thousands of devices takes longer than this bound, which
 is computed layer by layer: few layers differ. As in floors.py, the least of seconds plus a price of
-bytes, less that price of the memory limit, is a lower bound for every price. Reductions of
-gradients count without the share that may be hidden beside the backward.
+bytes, less that price of the memory limit, is a lower bound for every price. Gathers of parameters
+and reductions of gradients count without the share that may be hidden behind computation.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -57,7 +57,7 @@ def _least_on(job: StageCostTask, layers: UnpricedLayers, shared_seconds: float)
 
     of_kinds: list[np.ndarray] = []
     for problem, passing in zip(layers.problems, layers.passing, strict=True):
-        visible = _without_hidden(problem, job.cluster.overlap or 1.0)
+        visible = _without_hidden(problem, job.cluster.overlap)
         of_kinds.append(layer_floors(visible, prices, job.num_microbatches, passing))
     # [price]
     seconds = np.sum([of_kinds[kind] for kind in layers.kinds], axis=0)
@@ -66,41 +66,50 @@ def _least_on(job: StageCostTask, layers: UnpricedLayers, shared_seconds: float)
     return float((seconds - paid).max())
 
 
-def _without_hidden(problem: LayerProblem, share: float) -> LayerProblem:
-    """Return a layer's problem without the share of its reductions of gradients that may be hidden
-    beside the backward.
+def _without_hidden(problem: LayerProblem, overlap: float) -> LayerProblem:
+    """Return a layer's problem without the share of collectives once per step that may be hidden
+    behind computation (`beside_compute.without_prefetched`).
+
+    Without `overlap`, all reductions of gradients may be (`one_stage.hidden_seconds`).
     """
     intra = problem.stage.intra
+    share = overlap or 1.0
+    kinds = (*REDUCTIONS, "all_gather") if overlap else REDUCTIONS
     choices = list(problem.choices)
     for index in range(len(intra.parameters)):
-        visible = choices[index].once - share * _reduction_seconds(intra, index)
+        visible = choices[index].once - share * _seconds_once(intra, index, kinds)
         choices[index] = replace(choices[index], once=np.maximum(visible, 0.0))
     return replace(problem, choices=tuple(choices))
 
 
-def _reduction_seconds(intra: IntraOp, index: int) -> np.ndarray:
-    """Return [option] the seconds of a parameter's reductions once per step, in buckets of the
+def _seconds_once(intra: IntraOp, index: int, kinds: Collection[str]) -> np.ndarray:
+    """Return [option] the seconds of a parameter's collectives once per step, in buckets of the
     size with which they take longer.
+
+    Args:
+        index: of the parameter.
+        kinds: of the collectives that count.
     """
     parameter = intra.step.parameters[index]
     scale = intra.tables.optimizer.gradient_scale(parameter.meta.dtype.itemsize)
     read = intra.step.dtypes_read[parameter.name]
     seconds = []
     for plan in intra.parameters[index].plans:
-        reductions: list[tuple[str, int, int]] = []
+        counted: list[tuple[str, int, int]] = []
         for kind, axis, num_bytes in step_collectives_of(
             plan, parameter.meta, read, intra.mesh.shape
         ):
-            if kind in REDUCTIONS:
-                reductions.append((kind, axis, int(scale * num_bytes)))
-        seconds.append(_longest(intra, reductions))
+            if kind in kinds:
+                moved = int(num_bytes * (scale if kind in REDUCTIONS else 1))
+                counted.append((kind, axis, moved))
+        seconds.append(_longest(intra, counted))
     return np.array(seconds)
 
 
-def _longest(intra: IntraOp, reductions: Sequence[tuple[str, int, int]]) -> float:
-    """Return the seconds of reductions (kind, mesh axis, bytes), in the slower buckets."""
+def _longest(intra: IntraOp, collectives: Sequence[tuple[str, int, int]]) -> float:
+    """Return the seconds of collectives (kind, mesh axis, bytes), in the slower buckets."""
     total = 0.0
-    for kind, axis, num_bytes in reductions:
+    for kind, axis, num_bytes in collectives:
         link = intra.mesh.axes[axis]
         sizes = (BUCKET_BYTES, BLOCK_BYTES)
         total += max(bucketed_seconds(link, kind, num_bytes, size) for size in sizes)

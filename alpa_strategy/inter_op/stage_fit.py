@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from alpa_strategy.errors import DoesNotFitError
+from alpa_strategy.inter_op.stage_cost import StageCost
 from alpa_strategy.inter_op.stage_problem import (
-    StageCost,
     StageProblem,
     cost_of,
     update_bytes,

@@ -14,11 +14,12 @@ from functools import cached_property
 import numpy as np
 
 from alpa_strategy.cost.flops import is_view
+from alpa_strategy.inter_op.beside_compute import without_prefetched, without_reductions
+from alpa_strategy.inter_op.stage_cost import StageCost
 from alpa_strategy.intra_op.build import IntraOp, build
-from alpa_strategy.intra_op.decode import messages
 from alpa_strategy.intra_op.memory_choices import result_bytes
 from alpa_strategy.intra_op.option_tables import OptionTables
-from alpa_strategy.intra_op.options import REDUCTIONS, gathers
+from alpa_strategy.intra_op.options import gathers
 from alpa_strategy.intra_op.problem import Problem, Transfer, Use
 from alpa_strategy.ir.gathers import local_bytes
 from alpa_strategy.ir.graph import StepGraph
@@ -91,61 +92,6 @@ class StageProblem:
 
     # [parameter][option] bytes of its gathered copy that its casts hold as well.
     held_copies: list[np.ndarray]
-
-
-@dataclass(frozen=True)
-class StageCost:
-    """The costs of an assignment, see `CostBreakdown`.
-
-    `again` has one number per recompute segment. `working` are temporary bytes in addition.
-    `update` are those of the optimizer's step, less what of `always` is freed by then, as
-    activations are: the values that are made once per step.
-    """
-
-    forward: float
-    backward: float
-    once: float
-    always: float
-    saved: float
-    # `saved` under recomputation: inputs of segments
-    segment_inputs: float
-    again: tuple[float, ...]
-    working: float = 0.0
-    update: float = 0.0
-
-    def seconds(self, remat: bool = False) -> float:
-        """Return seconds of forward and backward of a micro-batch; with `remat` two forwards."""
-        return self.forward * (2 if remat else 1) + self.backward
-
-    def num_bytes(self, in_flight: float, remat: bool = False) -> float:
-        """Return the peak bytes of one device. With recomputation, one segment's activations count
-        at a time.
-        """
-        alive = self.activation_bytes(in_flight, remat)
-        return self.always + max(alive + self.working, self.update)
-
-    def activation_bytes(self, in_flight: float, remat: bool = False) -> float:
-        """Return the bytes of activations at the end of a forward."""
-        return (
-            self.segment_inputs * in_flight + max(self.again) if remat else self.saved * in_flight
-        )
-
-    def memory_parts(
-        self, of_parameters: Mapping[str, float], in_flight: float, remat: bool = False
-    ) -> dict[str, float]:
-        """Return the parts of `num_bytes` at the peak (`MEMORY_PARTS`).
-
-        Args:
-            of_parameters: `parameter_bytes` of the assignment.
-        """
-        parts = dict(of_parameters)
-        # Values that are made once per step, such as casts of weights.
-        per_step = max(0.0, self.always - sum(parts.values()))
-        activations = self.activation_bytes(in_flight, remat)
-        if activations + self.working >= self.update:
-            parts["weights"] += per_step
-            return {**parts, "activations": activations, "temporary": self.working}
-        return {**parts, "activations": 0.0, "temporary": self.update + per_step}
 
 
 def stage_build(
@@ -410,7 +356,12 @@ def _bytes_at_update(stage: StageProblem) -> list[np.ndarray]:
     return bytes_of_choices
 
 
-def cost_of(stage: StageProblem, assignment: Sequence[int], working: float = 0.0) -> StageCost:
+def cost_of(
+    stage: StageProblem,
+    assignment: Sequence[int],
+    working: float = 0.0,
+    prefetch: bool | None = None,
+) -> StageCost:
     """Return the summed costs of an assignment. A value pays once per distinct target layout (and
     recompute segment).
 
@@ -418,7 +369,19 @@ def cost_of(stage: StageProblem, assignment: Sequence[int], working: float = 0.0
 
     Args:
         working: temporary bytes.
+        prefetch: of a stage on all devices, whether there is memory to gather parameters before
+            they are used; None for stages of pipelines.
     """
+    cost = _sums(stage, assignment, working)
+    if not stage.intra.mesh.overlap:
+        return cost
+    if prefetch is None:
+        return without_reductions(stage.intra, assignment, cost)
+    return without_prefetched(stage.intra, assignment, cost, gathers_early=prefetch)
+
+
+def _sums(stage: StageProblem, assignment: Sequence[int], working: float) -> StageCost:
+    """Return the summed costs of an assignment. Args: as of `cost_of`."""
     # The last two: of PER_STEP and EVERY_SPAN.
     total = np.zeros(6)
     again = np.zeros(stage.num_spans + 2)
@@ -457,7 +420,7 @@ def cost_of(stage: StageProblem, assignment: Sequence[int], working: float = 0.0
     )
     # What is made once per step is freed when the last backward is done.
     update = gradients * stage.intra.tables.optimizer.scratch - always_of_per_step
-    cost = StageCost(
+    return StageCost(
         forward,
         backward,
         once,
@@ -468,25 +431,6 @@ def cost_of(stage: StageProblem, assignment: Sequence[int], working: float = 0.0
         working,
         update,
     )
-    return beside_compute(stage.intra, assignment, cost) if stage.intra.mesh.overlap else cost
-
-
-def beside_compute(intra: IntraOp, assignment: Sequence[int], cost: StageCost) -> StageCost:
-    """Return `cost` without the seconds that are hidden behind computation.
-
-    Gradients are reduced during the backward, as far as there is computation to hide them.
-    Collectives between two ops (tensor parallelism) are not hidden.
-
-    Args:
-        cost: with sums of seconds.
-    """
-    compute, reduced = cost.backward, 0.0
-    for message in messages(intra, assignment):
-        if message.phase == "backward":
-            compute -= message.seconds(intra)
-        elif message.phase == "step" and message.of_parameter and message.kind in REDUCTIONS:
-            reduced += message.seconds_together(intra)
-    return replace(cost, once=cost.once - intra.mesh.overlap * max(0.0, min(reduced, compute)))
 
 
 # --- Spans: the runs of a stage's ops that are recomputed one by one, in the terms of its intra-op

@@ -15,11 +15,11 @@ import numpy as np
 from alpa_strategy.errors import DoesNotFitError, PlanError
 from alpa_strategy.inter_op.equal_layers import structure
 from alpa_strategy.inter_op.mesh_options import options_of_part
+from alpa_strategy.inter_op.stage_cost import StageCost, whole_bytes
 from alpa_strategy.inter_op.stage_costs import StageCostTask
 from alpa_strategy.inter_op.stage_fit import FittedStage, StageFit
 from alpa_strategy.inter_op.stage_problem import (
     RematSpans,
-    StageCost,
     StageProblem,
     balanced_groups,
     cost_of,
@@ -399,9 +399,13 @@ class StageSolver:
         gap.
         """
         stage = priced.unrestricted(fitted.starts)
-        cost = cost_of(stage, fitted.solution.assignment, fitted.temporary_bytes)
+        assignment = fitted.solution.assignment
+        cost = cost_of(stage, assignment, fitted.temporary_bytes)
+        prefetched_bytes = self._prefetched_bytes(stage.intra, fitted, cost, priced.request)
+        if math.prod(priced.request.submesh) == self.job.cluster.num_devices:
+            cost = cost_of(stage, assignment, fitted.temporary_bytes, prefetched_bytes > 0)
         plan = replace(
-            self._plan(stage.intra, fitted, cost, priced.request),
+            self._plan(stage.intra, fitted, cost, priced.request, prefetched_bytes),
             recompute_per_microbatch=priced.recompute_per_microbatch,
         )
         solution, gap = fitted.solution, min(1.0, fitted.solution.gap)
@@ -505,8 +509,22 @@ class StageSolver:
         fit = StageFit(self, priced, starts, stage, cutoff)
         return fit.solve(solution, cost)
 
-    def _plan(
+    def _prefetched_bytes(
         self, intra: IntraOp, fitted: FittedStage, cost: StageCost, request: StageRequest
+    ) -> int:
+        """Return `StagePlan.prefetched_bytes`: what is worth it, and for what there is memory."""
+        headroom = self.job.memory_limit - cost.num_bytes(request.alive, request.remat)
+        # Parameters and, in the backward, gradients.
+        most = headroom / (2 * request.stages_per_mesh)
+        return bytes_ahead(intra, fitted.solution.assignment, most)
+
+    def _plan(
+        self,
+        intra: IntraOp,
+        fitted: FittedStage,
+        cost: StageCost,
+        request: StageRequest,
+        prefetched_bytes: int,
     ) -> StagePlan:
         """Return the stage's plan, with totals per step of costs per micro-batch."""
         count, assignment = self.job.num_microbatches, fitted.solution.assignment
@@ -522,19 +540,17 @@ class StageSolver:
             compute += count * compute_once * cost.forward / max(cost.seconds(), 1e-30)
         compute = min(compute, seconds - optimizer)
         peak = cost.num_bytes(request.alive / request.stages_per_mesh, request.remat)
-        headroom = self.job.memory_limit - cost.num_bytes(request.alive, request.remat)
-        ahead = bytes_ahead(intra, assignment, headroom / (2 * request.stages_per_mesh))
         # Parameters and, in the backward, gradients.
-        peak += 2 * ahead
+        peak += 2 * prefetched_bytes
         memory = cost.memory_parts(
             parameter_bytes(intra, assignment),
             request.alive / request.stages_per_mesh,
             request.remat,
         )
-        memory["temporary"] += 2 * ahead
+        memory["temporary"] += 2 * prefetched_bytes
         communication = max(0.0, seconds - compute - optimizer)
         predicted = Predicted(
-            seconds, int(peak), compute, communication, optimizer, memory=_whole_bytes(memory, peak)
+            seconds, int(peak), compute, communication, optimizer, memory=whole_bytes(memory, peak)
         )
         plan = decode(intra, assignment, request.submesh, predicted)
         return replace(
@@ -542,7 +558,7 @@ class StageSolver:
             ops=(request.first, request.last),
             collectives=tuple(_per_step(c, count, request.remat) for c in plan.collectives),
             remat=request.remat,
-            prefetched_bytes=ahead,
+            prefetched_bytes=prefetched_bytes,
             recompute_splits=tuple(request.first + start for start in fitted.starts[1:]),
             forward_seconds=cost.forward,
             backward_seconds=cost.backward + (cost.forward if request.remat else 0.0),
@@ -566,20 +582,6 @@ def _segmentations(priced: PricedStage) -> list[Segmentation]:
         ways.append((fewer, cost_of(priced.problem(fewer), assignment)))
         count //= 2
     return ways
-
-
-def _whole_bytes(parts: Mapping[str, float], total: float) -> dict[str, int]:
-    """Return the parts as whole numbers whose sum is that of `total`."""
-    rounded = {}
-    rounded_up_to = 0
-    summed = 0.0
-    for name, num_bytes in parts.items():
-        summed += num_bytes
-        end = int(min(summed, total))
-        rounded[name] = end - rounded_up_to
-        rounded_up_to = end
-    rounded[name] += int(total) - rounded_up_to
-    return rounded
 
 
 def _per_step(collective: Collective, count: int, remat: bool) -> Collective:

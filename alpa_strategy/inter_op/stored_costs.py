@@ -11,8 +11,8 @@ import numpy as np
 from alpa_strategy.cost.model import OpCosts, RooflineCosts
 from alpa_strategy.errors import PlanError
 from alpa_strategy.files import BadFileError
+from alpa_strategy.inter_op.stage_cost import StageCost
 from alpa_strategy.inter_op.stage_dp import StageRange
-from alpa_strategy.inter_op.stage_problem import StageCost
 from alpa_strategy.ir.plan import Plan, StagePlan
 from alpa_strategy.partial_results import Key, Record
 from alpa_strategy.schedules import BUILT_IN, SCHEDULES

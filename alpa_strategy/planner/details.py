@@ -11,9 +11,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from alpa_strategy.errors import PlanError
+from alpa_strategy.inter_op.stage_cost import StageCost
 from alpa_strategy.inter_op.stage_problem import (
     RematSpans,
-    StageCost,
     StageProblem,
     cost_of,
     stage_build,
@@ -116,7 +116,9 @@ def stage_problems(task: PlanTask, plan: Plan) -> Iterator[tuple[StagePlan, Assi
         else:
             intra = build(graph, stage_tables)
         begins = task.options.accumulate_grad_batches == 1 and not plan.is_pipelined
-        yield stage, _assigned(intra, stage, begins)
+        is_alone = mesh.num_devices == cluster.num_devices
+        prefetch = stage.prefetched_bytes > 0 if is_alone else None
+        yield stage, _assigned(intra, stage, begins, prefetch)
 
 
 def _problem_of_stage(part: StepGraph, tables: OptionTables, stage: StagePlan) -> IntraOp:
@@ -126,11 +128,14 @@ def _problem_of_stage(part: StepGraph, tables: OptionTables, stage: StagePlan) -
     return stage_build(part, tables, once=per_step_of(part, stage.execution.per_step_ops))
 
 
-def _assigned(intra: IntraOp, stage: StagePlan, begins: bool) -> AssignedStage:
+def _assigned(
+    intra: IntraOp, stage: StagePlan, begins: bool, prefetch: bool | None
+) -> AssignedStage:
     """Return a stage's problem with the plan's layouts.
 
     Args:
         begins: gradients are made, not added to earlier ones.
+        prefetch: as of `cost_of`.
     """
     on_host = frozenset(name for name, plan in stage.parameter_plans.items() if plan.on_host)
     starts = (0, *(cut - stage.ops[0] for cut in stage.recompute_splits))
@@ -143,7 +148,7 @@ def _assigned(intra: IntraOp, stage: StagePlan, begins: bool) -> AssignedStage:
     assignment = _assignment(intra, stage, num_strategies)
     problem = take_apart(intra, starts)
     working = working_bytes(intra, assignment, begins)
-    return AssignedStage(problem, assignment, cost_of(problem, assignment, working))
+    return AssignedStage(problem, assignment, cost_of(problem, assignment, working, prefetch))
 
 
 def _assignment(intra: IntraOp, stage: StagePlan, num_strategies: Sequence[int]) -> tuple[int, ...]:

@@ -2,7 +2,8 @@
 
 One integer program is solved for every logical mesh that the options allow. Named plans (data,
 tensor, ZeRO) are solved beside it, by the same costs and within the same memory, and data
-parallelism is taken in the place of the solver's plan if the predictions do not tell them apart.
+parallelism is taken in the place of the solver's plan if the predictions do not tell them apart,
+and ZeRO-3 if it is faster with what the run hides.
 """
 
 import math
@@ -29,6 +30,9 @@ from alpa_strategy.planner.task import PlanTask
 from alpa_strategy.sharding.strategies import replicated_notes
 
 BASELINES = ("data", "zero2", "zero3", "tensor")
+# Of a plan that is taken in the place of the solver's.
+ZERO3_NOTE = "ZeRO-3: most of what is gathered is hidden behind computation"
+
 # The backward's share of a step's compute seconds.
 BACKWARD_SHARE = 2 / 3
 
@@ -85,10 +89,13 @@ def _plan_one_stage(
             baselines = _baselines(task, solver)
 
     plan = plan_of(solver.job, fingerprint, [best], [0])
-    data_parallel = baselines.get("data")
-    if data_parallel is not None and _may_choose_freely(task):
-        other = plan_of(solver.job, fingerprint, [data_parallel], [0])
-        plan = _or_data_parallel(task, plan, other)
+    if may_choose_freely(task):
+        named = {
+            name: plan_of(solver.job, fingerprint, [stage], [0])
+            for name, stage in baselines.items()
+            if stage is not None
+        }
+        plan = _or_named(task, plan, named)
 
     baseline_seconds: dict[str, float | None] = {}
     for name, stage in baselines.items():
@@ -149,11 +156,24 @@ def _solve_meshes(
     return best
 
 
-def _may_choose_freely(task: PlanTask) -> bool:
+def may_choose_freely(task: PlanTask) -> bool:
     """Whether no option pins layouts, and no comparison with the named plans is asked for."""
     options = task.options
     is_pinned = options.parallel != "auto" or options.placements or options.logical_mesh is not None
     return not is_pinned and not options.baselines
+
+
+def _or_named(task: PlanTask, plan: Plan, named: Mapping[str, Plan]) -> Plan:
+    """Return `plan`, or one of the named plans whose communication is hidden, which the integer
+    program does not see.
+    """
+    zero3 = named.get("zero3")
+    if zero3 is not None and zero3.predicted.step_seconds < plan.predicted.step_seconds:
+        plan = replace(zero3, notes=(*zero3.notes, ZERO3_NOTE))
+    data_parallel = named.get("data")
+    if data_parallel is not None:
+        plan = _or_data_parallel(task, plan, data_parallel)
+    return plan
 
 
 def _or_data_parallel(task: PlanTask, plan: Plan, data_parallel: Plan) -> Plan:
@@ -208,11 +228,13 @@ def _baselines(task: PlanTask, solver: StageSolver) -> dict[str, SolvedStage | N
     """Return named plans on the flat mesh, by the same costs and memory; None for those that do
     not fit.
 
-    Without `options.baselines` that is data parallelism alone; on one device there are none.
+    Without `options.baselines` these are the plans that may be taken; on one device there are none.
     """
     if task.cluster.num_devices == 1:
         return {}
-    names = BASELINES if task.options.baselines else ("data",)
+    names: tuple[str, ...] = ("data", "zero3") if task.cluster.overlap else ("data",)
+    if task.options.baselines:
+        names = BASELINES
     flat = (task.cluster.num_devices,)
     stages: dict[str, SolvedStage | None] = {}
     for name in names:

@@ -30,7 +30,9 @@ from alpa_strategy.planner.explain import explain
 from alpa_strategy.planner.figures import with_figures
 from alpa_strategy.planner.microbatch_search import microbatch_counts
 from alpa_strategy.planner.one_stage import (
+    ZERO3_NOTE,
     hidden_seconds,
+    may_choose_freely,
     plan_one_stage,
     recomputes_or_offloads,
 )
@@ -329,7 +331,16 @@ def _one_stage(task: PlanTask) -> Plan:
     if num_microbatches is None and not _can_be_split(task):
         num_microbatches = 1
     options = replace(task.options, num_stages=1, num_microbatches=num_microbatches)
-    return replace(plan_pipeline(replace(task, options=options)), fingerprint=task.fingerprint)
+    plan = plan_pipeline(replace(task, options=options))
+    if task.cluster.overlap and may_choose_freely(task):
+        # The integer program does not see what is hidden behind computation.
+        flat = (task.cluster.num_devices,)
+        zero3 = replace(options, parallel="zero3", logical_mesh=flat)
+        with suppress(PlanError):
+            other = plan_pipeline(replace(task, options=zero3))
+            if other.predicted.step_seconds < plan.predicted.step_seconds:
+                plan = _with_note(other, ZERO3_NOTE)
+    return replace(plan, fingerprint=task.fingerprint)
 
 
 def _or_on_devices(one: Plan, task: PlanTask) -> Plan:
