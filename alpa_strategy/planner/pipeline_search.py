@@ -140,7 +140,7 @@ class PipelineSearch:
         def price(count: int, used: Submeshes | None) -> SearchResult:
             return self._price(count, None if self._is_small else used, known)
 
-        max_stages = min(self.task.cluster.num_devices, MAX_LAYERS)
+        max_stages = options.num_stages or min(self.task.cluster.num_devices, MAX_LAYERS)
         search_microbatches(counts, max_stages, self._compute_bound, price, known)
 
         is_pinned = options.schedule or options.num_stages or options.device_map
