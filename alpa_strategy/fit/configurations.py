@@ -2,6 +2,13 @@
 
 from dataclasses import dataclass
 
+from alpa_strategy.ir.graph import StepGraph
+from alpa_strategy.microbatch.transform import num_split_samples
+from alpa_strategy.planner.figures import num_tokens
+
+# Tokens of a micro-batch, about, on each device that computes sequences of its own.
+_TOKENS_OF_A_DEVICE = (4096, 16384)
+
 
 @dataclass(frozen=True)
 class Configuration:
@@ -37,3 +44,14 @@ class Estimate:
 
     seconds: float
     configuration: Configuration
+
+
+def usual_sequences(step: StepGraph) -> tuple[float, ...]:
+    """Return the sequences of a micro-batch to try on each device that computes some of its own: at
+    least one.
+    """
+    num_sequences = num_split_samples(step)
+    length = num_tokens(step, num_sequences) / num_sequences
+    least, *more = _TOKENS_OF_A_DEVICE
+    first = max(1.0, least / max(1.0, length))
+    return (first, *(first * tokens / least for tokens in more))

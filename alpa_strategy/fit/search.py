@@ -17,7 +17,12 @@ from functools import cached_property
 from itertools import accumulate, pairwise
 
 from alpa_strategy.errors import DoesNotFitError, PlanError
-from alpa_strategy.fit.configurations import Candidate, Configuration, Estimate
+from alpa_strategy.fit.configurations import (
+    Candidate,
+    Configuration,
+    Estimate,
+    usual_sequences,
+)
 from alpa_strategy.fit.failures import Failure, needed_bytes, nothing_fits, with_need
 from alpa_strategy.inter_op.mesh_options import allowed_shapes
 from alpa_strategy.inter_op.pins import Place, layers_of
@@ -28,7 +33,7 @@ from alpa_strategy.inter_op.stage_fit import does_not_fit
 from alpa_strategy.inter_op.stage_solve import SolvedStage, StageRequest, StageSolver
 from alpa_strategy.ir.graph import StepGraph
 from alpa_strategy.ir.plan import NO_BOUND, Plan
-from alpa_strategy.microbatch.transform import microbatch
+from alpa_strategy.microbatch.transform import microbatch, num_split_samples
 from alpa_strategy.planner.assembly import plan_of
 from alpa_strategy.planner.cost_task import stage_cost_task
 from alpa_strategy.planner.figures import with_figures
@@ -39,9 +44,6 @@ from alpa_strategy.sharding.cross_mesh import boundary_link
 
 # The order of work of several stages.
 SCHEDULE = "1F1B"
-
-# Sequences of a micro-batch on each device that computes sequences of its own.
-_SEQUENCES_OF_A_DEVICE = (1, 4)
 
 # Configurations that may fit by their least memory and are estimated; and that are solved exactly.
 _MAX_ESTIMATED = 8
@@ -241,13 +243,13 @@ class RegularSearch:
 
     def candidates(self) -> list[Candidate]:
         """Return the usual configurations, the fastest first."""
-        return self._ordered(self._configurations(_SEQUENCES_OF_A_DEVICE))
+        return self._ordered(self._configurations(usual_sequences(self.task.step)))
 
     def small_candidates(self) -> list[Candidate]:
         """Return configurations with the most micro-batches that are not among the usual ones, the
         fastest first: they need the least memory, and leave devices parts of sequences.
         """
-        usual = set(self._configurations(_SEQUENCES_OF_A_DEVICE))
+        usual = set(self._configurations(usual_sequences(self.task.step)))
         smallest = self._configurations((0,))
         return self._ordered(conf for conf in smallest if conf not in usual)
 
@@ -282,7 +284,7 @@ class RegularSearch:
         seconds = 3 * mesh.axes[0].seconds("all_gather", gathered)
         return configuration.num_microbatches * (1 - cluster.overlap) * seconds
 
-    def _configurations(self, sequences: Sequence[int]) -> Iterator[Configuration]:
+    def _configurations(self, sequences: Sequence[float]) -> Iterator[Configuration]:
         """Yield the configurations to solve: numbers of stages, logical meshes, micro-batches,
         recomputation.
 
@@ -291,9 +293,8 @@ class RegularSearch:
                 few as possible.
         """
         options = self.task.options
-        cluster = self.task.cluster
-        counts = microbatch_counts(self.task.step, cluster, options)
-        num_sequences = max(counts)
+        counts = self._counts
+        num_sequences = num_split_samples(self.task.step)
         remats: tuple[bool, ...] = (False, True)
         if isinstance(options.remat, bool):
             remats = (options.remat,)
@@ -303,8 +304,10 @@ class RegularSearch:
             submesh = self._submesh(num_stages)
             for shape in self._shapes(submesh):
                 for per_device in sequences:
-                    wanted = num_sequences / max(1, per_device * shape[0])
-                    count = min(counts, key=lambda count: abs(math.log(count / max(1, wanted))))
+                    # With two for each stage, stages are idle for a third of the step.
+                    least = 1 if num_stages == 1 else 2 * num_stages
+                    wanted = max(least, num_sequences / max(1, per_device * shape[0]))
+                    count = min(counts, key=lambda count: abs(math.log(count / wanted)))
                     if num_stages > 1 and refusal(SCHEDULE, num_stages, count):
                         continue
                     for remat in remats:
@@ -449,9 +452,10 @@ class RegularSearch:
 
     @cached_property
     def _ideal_seconds(self) -> float:
-        """Seconds of a step if all devices were always busy with its ops alone."""
-        count = self._any_solver.job.num_microbatches
-        return count * sum(self._layer_seconds) / self.task.cluster.num_devices
+        """Seconds of the undivided step's ops if all devices were always busy with them."""
+        costs = self.task.op_costs
+        seconds = sum(sum(costs.op_seconds(op.call)) for op in self.task.step.ops)
+        return seconds / self.task.cluster.num_devices
 
     @cached_property
     def _any_solver(self) -> StageSolver:
@@ -462,6 +466,16 @@ class RegularSearch:
                 return solver
         _, error = self.failures[-1]
         raise error
+
+    @cached_property
+    def _counts(self) -> list[int]:
+        """The numbers of micro-batches to try, of those that the step can be split into: experts in
+        one grouped matmul sort the rows of all samples.
+        """
+        counts = microbatch_counts(self.task.step, self.task.cluster, self.task.options)
+        if self._any_solver.job.num_microbatches == counts[0]:
+            return counts
+        return [count for count in counts if self._solver(count) is not None]
 
     @property
     def _num_layers(self) -> int:

@@ -515,7 +515,11 @@ def _measured_stage_costs(task: PlanTask, job: Job) -> RooflineCosts:
     calls: set[OpCall] = set()
     with job.progress("time ops of stages"):
         for count in likely[:LIKELY_COUNTS]:
-            graph = microbatch(task.step, count, cluster.num_devices).graph
+            try:
+                graph = microbatch(task.step, count, cluster.num_devices).graph
+            except PlanError:
+                # Others may divide the step, such as one for each rank; the search tries all.
+                continue
             for size in {1, cluster.devices_per_node}:
                 calls |= local_calls(graph, (size,))
         return _timed(calls, task, job, STAGES_BUDGET)
