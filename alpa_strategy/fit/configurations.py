@@ -1,7 +1,10 @@
 """Configurations of equal stages on equal meshes."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
+from alpa_strategy.inter_op.stage_cost import StageCost
 from alpa_strategy.ir.graph import StepGraph
 from alpa_strategy.microbatch.transform import num_split_samples
 from alpa_strategy.planner.figures import num_tokens
@@ -55,3 +58,25 @@ def usual_sequences(step: StepGraph) -> tuple[float, ...]:
     least, *more = _TOKENS_OF_A_DEVICE
     first = max(1.0, least / max(1.0, length))
     return (first, *(first * tokens / least for tokens in more))
+
+
+def equal_stages(layer_seconds: Sequence[float], num_stages: int) -> list[int]:
+    """Return the first layer of each stage, and the number of layers: stages of about equal
+    seconds.
+    """
+    ends = list(accumulate(layer_seconds))
+    bounds = [0]
+    for index in range(1, num_stages):
+        goal = ends[-1] * index / num_stages
+        least = bounds[-1] + 1
+        most = len(layer_seconds) - (num_stages - index)
+        nearest = min(range(least, most + 1), key=lambda last: abs(ends[last - 1] - goal))
+        bounds.append(nearest)
+    return [*bounds, len(layer_seconds)]
+
+
+def stage_bytes(cost: StageCost, alive: int, remat: bool, share: float) -> float:
+    """Return the bytes of a stage of 1 / share layers: they use temporary memory in turn."""
+    again = max(cost.again) if remat else 0.0
+    of_layer = cost.always + (cost.segment_inputs if remat else cost.saved) * alive
+    return of_layer / share + again + cost.working

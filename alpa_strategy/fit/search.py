@@ -14,13 +14,15 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property
-from itertools import accumulate, pairwise
+from itertools import pairwise
 
 from alpa_strategy.errors import DoesNotFitError, PlanError
 from alpa_strategy.fit.configurations import (
     Candidate,
     Configuration,
     Estimate,
+    equal_stages,
+    stage_bytes,
     usual_sequences,
 )
 from alpa_strategy.fit.failures import Failure, needed_bytes, nothing_fits, with_need
@@ -228,7 +230,7 @@ class RegularSearch:
         solved: list[SolvedStage] = []
         wires: list[float] = []
         first_devices: list[int] = []
-        bounds = self._stage_bounds(configuration)
+        bounds = equal_stages(self._layer_seconds, configuration.num_stages)
         for index, (first, last) in enumerate(pairwise(bounds)):
             request = self._request(job, first, last, configuration, alive[index])
             solved.append(solve(solver, request))
@@ -377,7 +379,7 @@ class RegularSearch:
                     continue
                 named = replace(configuration, names=names)
                 cost = self._middle(named, self._submesh(named.num_stages)).cost
-                num_bytes = _stage_bytes(cost, alive, named.remat, share)
+                num_bytes = stage_bytes(cost, alive, named.remat, share)
                 if num_bytes <= self.task.memory_limit:
                     fitting.append(Estimate(self._step_seconds(named, cost, share), named))
                 least_bytes = min(least_bytes, num_bytes)
@@ -579,20 +581,6 @@ class RegularSearch:
             return (1,)
         return in_flight(SCHEDULE, configuration.num_stages, configuration.num_microbatches)
 
-    def _stage_bounds(self, configuration: Configuration) -> list[int]:
-        """Return the first layer of each stage, and the number of layers: about equal seconds."""
-        weights = self._layer_seconds
-        ends = list(accumulate(weights))
-        num_stages = configuration.num_stages
-        bounds = [0]
-        for index in range(1, num_stages):
-            goal = ends[-1] * index / num_stages
-            least = bounds[-1] + 1
-            most = len(weights) - (num_stages - index)
-            nearest = min(range(least, most + 1), key=lambda last: abs(ends[last - 1] - goal))
-            bounds.append(nearest)
-        return [*bounds, len(weights)]
-
     def _wire_seconds(
         self, job: StageCostTask, cut: int, submesh: tuple[int, int], index: int
     ) -> float:
@@ -605,10 +593,3 @@ class RegularSearch:
         num_bytes = job.crossing_bytes[cut]
         messages = int((num_bytes > 0).sum())
         return messages * link.latency + float(num_bytes.sum()) / link.bandwidth
-
-
-def _stage_bytes(cost: StageCost, alive: int, remat: bool, share: float) -> float:
-    """Return the bytes of a stage of 1 / share layers: they use temporary memory in turn."""
-    again = max(cost.again) if remat else 0.0
-    of_layer = cost.always + (cost.segment_inputs if remat else cost.saved) * alive
-    return of_layer / share + again + cost.working
