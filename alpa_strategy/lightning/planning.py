@@ -42,7 +42,7 @@ from alpa_strategy.ir.places import Place
 from alpa_strategy.ir.plan import Fingerprint, ParameterPlan, Plan, StagePlan, modes_text
 from alpa_strategy.ir.user_code import user_line
 from alpa_strategy.lightning.digests import SameBatchCheck
-from alpa_strategy.lightning.evaluation_loop import step_counters
+from alpa_strategy.lightning.evaluation_loop import StepCounters
 from alpa_strategy.lightning.host_costs import add_host_seconds
 from alpa_strategy.lightning.job import Job
 from alpa_strategy.lightning.rank_consistency import SAME_SHAPES, shapes_text
@@ -183,7 +183,7 @@ def _with_numbers(
     """
     try:
         numbered = captured()
-        counters = step_counters(module.trainer, batch_idx)
+        counters = StepCounters(module.trainer, batch_idx).all()
         numbers = numbers_now(numbered.numbers, module, batch)
         return numbered if is_same_step(step, numbered, {**counters, **numbers}) else step
     # The user's code may accept plain numbers only.
