@@ -24,6 +24,7 @@ from alpa_strategy.fit.configurations import (
     equal_stages,
     stage_bytes,
     usual_sequences,
+    wire_seconds,
 )
 from alpa_strategy.fit.failures import Failure, needed_bytes, nothing_fits, with_need
 from alpa_strategy.inter_op.mesh_options import allowed_shapes
@@ -42,7 +43,6 @@ from alpa_strategy.planner.figures import with_figures
 from alpa_strategy.planner.microbatch_search import microbatch_counts
 from alpa_strategy.planner.task import PlanTask
 from alpa_strategy.schedules import in_flight, refusal
-from alpa_strategy.sharding.cross_mesh import boundary_link
 
 # The order of work of several stages.
 SCHEDULE = "1F1B"
@@ -96,6 +96,8 @@ class RegularSearch:
         # By number of micro-batches; None: the step cannot be split so.
         self._solvers: dict[int, StageSolver | None] = {}
         self._named_solvers: dict[Hashable, StageSolver] = {}
+        # By number of micro-batches, and whether layers are recomputed.
+        self._costs_alone: dict[tuple[int, bool], StageCost] = {}
         # By names and kinds of a micro-batch's ops.
         self._layers_by_ops: dict[Hashable, Layers] = {}
 
@@ -236,7 +238,7 @@ class RegularSearch:
             solved.append(solve(solver, request))
             first_devices.append(index * num_devices)
             is_last = index == configuration.num_stages - 1
-            wires.append(0.0 if is_last else self._wire_seconds(job, last, submesh, index))
+            wires.append(0.0 if is_last else wire_seconds(job, last, submesh, index))
         plan = plan_of(job, self.task.fingerprint, solved, first_devices, SCHEDULE, wires)
         notes = (*job.graph.notes, *plan.notes)
         return replace(plan, notes=notes)
@@ -405,14 +407,23 @@ class RegularSearch:
 
     def _least_bytes_of_stage(self, configuration: Configuration) -> float:
         """Return the bytes of a stage of middle layers if its devices shared them evenly."""
-        # Names of the mesh's axes have no meaning on one device.
-        alone = replace(configuration, logical_mesh=(1,), names=("auto",))
-        cost = self._middle(alone, (1, 1)).cost
+        cost = self._middle_alone(configuration)
         alive = self._alive(configuration)[0]
         remat = configuration.remat
         in_use = cost.always + (cost.segment_inputs if remat else cost.saved) * alive
         num_devices = math.prod(self._submesh(configuration.num_stages))
         return in_use / num_devices / self._layer_share(configuration.num_stages)
+
+    def _middle_alone(self, configuration: Configuration) -> StageCost:
+        """Return the cost of the middle layer on one device, which meshes and stages of other sizes
+        share.
+        """
+        key = configuration.num_microbatches, configuration.remat
+        if key not in self._costs_alone:
+            # Names of the mesh's axes have no meaning on one device.
+            alone = replace(configuration, logical_mesh=(1,), names=("auto",))
+            self._costs_alone[key] = self._middle(alone, (1, 1)).cost
+        return self._costs_alone[key]
 
     def _names(self, shape: tuple[int, ...]) -> list[tuple[str, ...]]:
         """Return named plans that need less memory than the fastest one, an entry per mesh axis."""
@@ -580,16 +591,3 @@ class RegularSearch:
         if configuration.num_stages == 1:
             return (1,)
         return in_flight(SCHEDULE, configuration.num_stages, configuration.num_microbatches)
-
-    def _wire_seconds(
-        self, job: StageCostTask, cut: int, submesh: tuple[int, int], index: int
-    ) -> float:
-        """Return the seconds of a micro-batch's messages across a cut, and back."""
-        cluster = self.task.cluster
-        last_sender = (index + 1) * math.prod(submesh) - 1
-        per_node = cluster.devices_per_node
-        crosses_nodes = last_sender // per_node != (last_sender + 1) // per_node
-        link = boundary_link(submesh, submesh, cluster, crosses_nodes)
-        num_bytes = job.crossing_bytes[cut]
-        messages = int((num_bytes > 0).sum())
-        return messages * link.latency + float(num_bytes.sum()) / link.bandwidth
