@@ -450,14 +450,14 @@ class StepGraph:
     @cached_property
     def made_of_constants(self) -> frozenset[int]:
         """Values of ops that are made of buffers and constants alone, without random numbers."""
-        values = {constant.value for constant in self.constant_inputs}
-        values.update(self.received_constants)
-        made: set[int] = set()
+        inputs = {constant.value for constant in self.constant_inputs}
+        inputs.update(self.received_constants)
+        results: set[int] = set()
         for op in self.ops:
-            if values.issuperset(op.operands) and op.call.is_deterministic:
-                values.update(op.results)
-                made.update(op.results)
-        return frozenset(made)
+            reads_constants = all(value in inputs or value in results for value in op.operands)
+            if reads_constants and op.call.is_deterministic:
+                results.update(op.results)
+        return frozenset(results)
 
     def name_of(self, value: int) -> str:
         """Return the name of a value: of the parameter that it is made of, or of its op."""

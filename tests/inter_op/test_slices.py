@@ -196,8 +196,10 @@ def test_rotary_tables_reach_later_stages_in_full():
     """A layout for them to choose would tie all layers of a stage together."""
     step = captured("llama")[0]
     buffers = {buffer.value for buffer in step.buffers}
-    of_buffers = [op for op in step.ops if op.operands and buffers.issuperset(op.operands)]
-    tables = {value for op in of_buffers for value in op.results}
+    tables: set[int] = set()
+    for op in step.ops:
+        if op.operands and buffers.issuperset(op.operands):
+            tables.update(op.results)
     assert len(tables) == 2
     last_table = max(step.makers[value] for value in tables)
     stage = slice_stage(step, last_table + 1, len(step.ops))
