@@ -181,9 +181,16 @@ def closed_form(
 
 @lru_cache(maxsize=256)
 def _equal_seconds(schedule: str, num_meshes: int, num_microbatches: int, v: int) -> float:
-    """Return the seconds of a step whose stages all take one second per micro-batch."""
+    """Return the simulated seconds of a step in which every stage takes one second per micro-batch:
+    1/3 for the forward, 2/3 for the backward.
+
+    Args:
+        v: stages per mesh.
+
+    Raises:
+        PlanError: the schedule locks up.
+    """
     num_stages = num_meshes * v
-    # A backward takes twice its forward.
     forward = [1 / 3] * num_stages
     backward = [2 / 3] * num_stages
     timed = timeline(schedule, forward, backward, num_microbatches, num_meshes)
@@ -217,9 +224,12 @@ def in_flight_by_stage(
 
 
 def splits_backward(schedule: str, num_meshes: int, num_microbatches: int, v: int = 1) -> bool:
-    """Whether the weights' gradients are computed separately (`W`).
+    """Whether the weights' gradients are computed by actions of their own (`W`).
 
     Stages that recompute gain nothing from that.
+
+    Raises:
+        PlanError: as of `actions`; only for a schedule of the user.
     """
     # Of the built-in ones the bubble says it, without all the actions of a step.
     if schedule in BUILT_IN:
@@ -257,7 +267,16 @@ def _check_work(
     num_microbatches: int,
     v: int,
 ) -> None:
-    """Raise PlanError unless every mesh does the work of its stages, each action once."""
+    """Check that every mesh does the work of its stages, each action once.
+
+    Args:
+        orders: every mesh's actions in order.
+        v: stages per mesh.
+
+    Raises:
+        PlanError: an order is missing, has something that is no action, or does some work more
+            or less than once.
+    """
     if len(orders) != num_meshes:
         raise PlanError(
             f"the schedule {schedule!r} has orders for {len(orders)} meshes of {num_meshes}",
@@ -295,7 +314,12 @@ _HALF_NAMES = {"F": "the forward", "I": "the backward", "W": "the weights' backw
 def _wrong_count(
     schedule: str, mesh: int, done: Counter[Source], expected: Counter[Source]
 ) -> PlanError:
-    """Return the error about the first action, by stage, that is not done once."""
+    """Return the error about the first work, by stage, that mesh number `mesh` does more or less
+    often than once.
+
+    Args:
+        done, expected: (half of `_HALVES`, stage, micro-batch) -> number of times.
+    """
     differing = [*(expected - done), *(done - expected)]
     half, stage, microbatch = min(differing, key=lambda source: (source[1], source[0], source[2]))
     return PlanError(

@@ -40,7 +40,7 @@ def format_share(share: float) -> str:
 
 
 def format_count(count: float) -> str:
-    """Return a count as text: `512`, `12.3 k`, `1.34 M`, `2.60 B`."""
+    """Return a count as text: `512`, `9999`, `12.3 k`, `1.34 M`, `2.60 B`, `1.20 T`."""
     for factor, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M")):
         if count >= factor:
             return f"{_three_digits(count / factor)} {unit}"

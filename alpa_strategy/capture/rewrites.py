@@ -122,7 +122,7 @@ def rewrite_bags(
 
 
 def _uses_other_results(node: fx.Node) -> bool:
-    """Whether the step reads another result of an op than the first."""
+    """Whether the step reads another result of an op than the first, or all of them as a tuple."""
     for user in node.users:
         if user.target is not operator.getitem:
             return True
@@ -132,7 +132,12 @@ def _uses_other_results(node: fx.Node) -> bool:
 
 
 def _bag_length(node: fx.Node, num_ids: int) -> int | None:
-    """Return the length of all bags of an `embedding_bag`; None if it is not known."""
+    """Return the number of ids in each bag of an `embedding_bag`; None if it is not known, or not
+    the same for all.
+
+    Args:
+        num_ids: number of ids of all bags.
+    """
     offsets = bound_arguments(node.target, tuple(node.args), dict(node.kwargs))["offsets"]
     if getattr(offsets, "target", None) is not aten.arange.start_step:
         return None
@@ -143,9 +148,15 @@ def _bag_length(node: fx.Node, num_ids: int) -> int | None:
 
 
 def without_empty_tensors(builder: Builder, target: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return the arguments of a `cat` without empty tensors; those of other ops unchanged.
+    """Return the arguments of a `cat` without tensors of no elements.
 
-    Caches start with empty tensors, and no rule fits their shape.
+    Caches start with empty tensors, and no rule fits their shape. Arguments of other ops are
+    returned unchanged. So are those of a `cat` of empty tensors alone, and of several dtypes: an
+    empty tensor counts for the result's dtype.
+
+    Args:
+        target: the op.
+        args: its arguments, with ValueRefs.
     """
     if target not in (aten.cat.default, aten.concat.default):
         return args
@@ -159,9 +170,15 @@ def without_empty_tensors(builder: Builder, target: Any, args: tuple[Any, ...]) 
 def with_traced_dtype(
     target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], traced: Any
 ) -> dict[str, Any]:
-    """Return the keyword arguments of a factory (torch.ones) with its dtype.
+    """Return the keyword arguments of a factory (torch.ones) with its dtype; those of other ops
+    unchanged.
 
     When the graph runs, the default dtype may be another.
+
+    Args:
+        target: the op.
+        args, kwargs: its arguments, with ValueRefs.
+        traced: its result in the trace.
     """
     dtype = bound_arguments(target, args, kwargs).get("dtype", "no such argument")
     is_factory = dtype is None and isinstance(traced, Tensor) and not _refs((args, kwargs))

@@ -314,7 +314,11 @@ def functions_of_counters(
 
 
 def _taking_counters(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `function`, extended to StepCounters."""
+    """Return a function that does what `function` does, and accepts StepCounters.
+
+    Called with a StepCounter among its positional arguments, it returns a StepCounter of the
+    result. Other calls, and those that `number_of` cannot do, go to `function`.
+    """
 
     def call(*args: Any, **kwargs: Any) -> Any:
         if not kwargs and any(type(arg) is StepCounter for arg in args):

@@ -5,17 +5,21 @@ import os
 from pathlib import Path
 
 
-def locked(folder: Path, is_shared: bool = False) -> int | None:
-    """Lock a file or folder, and return the descriptor that has the lock.
+def locked(path: Path, is_shared: bool = False) -> int | None:
+    """Lock a file or folder without waiting, and return the file descriptor that has the lock.
 
-    None if another process has locked it, or if the file system has no locks.
+    The caller closes the descriptor, which releases the lock.
 
     Args:
-        folder: path of the file or folder.
+        path: of the file or folder.
         is_shared: whether other processes may have such a lock at the same time.
+
+    Returns:
+        None if another process has locked it, if it cannot be opened (it does not exist), or if
+        the file system has no locks.
     """
     try:
-        descriptor = os.open(folder, os.O_RDONLY)
+        descriptor = os.open(path, os.O_RDONLY)
     except OSError:
         return None
     kind = fcntl.LOCK_SH if is_shared else fcntl.LOCK_EX

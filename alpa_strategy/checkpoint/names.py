@@ -93,12 +93,18 @@ def check_replaceable(target: Path) -> None:
 
 
 def put_in_place(staging: Path, target: Path) -> None:
-    """Rename the complete `staging` to `target`, and delete a previous checkpoint there."""
+    """Rename the complete `staging` to `target`, and delete a previous checkpoint there.
+
+    A reader sees the previous checkpoint or the new one; on a file system that cannot swap names,
+    neither for an instant. The new name is on disk when this returns.
+
+    Raises:
+        OSError: a file cannot be renamed or deleted.
+    """
     if not os.path.lexists(target):
         os.rename(staging, target)
     elif not _exchange(staging, target):
-        # On a file system that cannot swap names, neither checkpoint is there for an instant:
-        # `opening.restore_interrupted` repairs an interruption.
+        # `opening.restore_interrupted` repairs an interruption between the two renames.
         old = opening.beside(target, "replaced")
         delete(old)
         os.rename(target, old)
@@ -119,7 +125,9 @@ def _exchange(first: Path, second: Path) -> bool:
 
 
 def remove(path: Path) -> None:
-    """Remove a checkpoint (a directory, file or link): its name in one step, then its content."""
+    """Remove a checkpoint (a directory, file or link), if any: its name in one step, then its
+    content.
+    """
     # A killed process may have left these.
     for purpose in ("saving", "replaced"):
         delete(opening.beside(path, purpose))

@@ -501,10 +501,15 @@ class RestrictedReader(dcp.FileSystemReader):
 
 
 def _check(metadata: Any, path: Path) -> None:
-    """Check the content of a `.metadata` file.
+    """Check the content of a `.metadata` file. No other file is read.
+
+    Args:
+        metadata: the unpickled object.
+        path: of the `.metadata` file, for messages.
 
     Raises:
-        CheckpointError: it is no metadata, or does not fit the files.
+        CheckpointError: it is no metadata of DCP, names a file outside of its folder, or has a
+            tensor with elements for which it lists no bytes.
     """
     stored = getattr(metadata, "storage_data", None)
     if not isinstance(metadata, Metadata) or not isinstance(metadata.state_dict_metadata, dict):
@@ -531,9 +536,13 @@ def _check(metadata: Any, path: Path) -> None:
 def _is_covered(
     key: Any, tensor: TensorStorageMetadata, stored: Mapping[Any, _StorageInfo]
 ) -> bool:
-    """Return whether a tensor's chunks have all of its elements, and the files all bytes of these.
+    """Whether a tensor's chunks have all of its elements, and listed bytes for all of these.
 
     Elements without bytes would be uninitialized memory, or more memory than there is.
+
+    Args:
+        key: of the tensor.
+        stored: `MetadataIndex` of a chunk -> file, offset and length in bytes.
     """
     element_bytes = tensor.properties.dtype.itemsize
     num_elements = 0

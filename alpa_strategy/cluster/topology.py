@@ -317,10 +317,15 @@ class Topology:
         return _digits(levels, self._per_node)
 
     def _halved(self, members: Order) -> tuple[tuple[float, ...], Order]:
-        """(rates, order) of a node's devices, in the order of the fastest halves.
+        """Return a node's devices in the order of the fastest halves, with the rates of these.
 
-        The rates are negative bytes/s that the slower half reaches, of the halves, of their halves
-        and so on.
+        Args:
+            members: devices of one node.
+
+        Returns:
+            (rates, order). Rates are negative bytes/s that the slower half reaches, of the halves,
+            of their halves and so on. Without links, or for an odd number of devices: no rates,
+            and the order of `members`.
         """
         if self._links is None or len(members) % 2 or len(members) == 1:
             return (), members
@@ -352,11 +357,12 @@ class Topology:
         return (tuple(sorted(members)) for members in by_node.values())
 
     def _reach(self, members: Order) -> float:
-        """Bytes/s of a ring that is as fast as the best gather among devices of a node.
+        """Return the bytes/s of a ring that is as fast as the best gather among devices of a node.
 
         A set S of devices must send the data of its |S| members to the others over the links that
         leave it. There are trees that reach the slowest set's rate (Edmonds; ForestColl,
-        arXiv:2402.06787, theorem 1). For a switch it is the link's rate.
+        arXiv:2402.06787, theorem 1). The links of a ring as fast have n - 1 times that. For a
+        switch it is the link's rate. It is at least that of the path through the host.
         """
         if self._links is None or len(members) == 1:
             return self._inside[1]

@@ -70,9 +70,10 @@ class _GatheredParameter:
     again: Callable[[], Tensor | None] = field(default=lambda: None)
 
     def full_tensor(self) -> Tensor:
-        """Return the gathered parameter. Collective over the mesh.
+        """Return the full parameter for one use. Launches the gathers of those that the backward
+        needs next. Collective over the mesh.
 
-        Uses that overlap in time share it.
+        A tensor that an earlier use still has is returned again, without a gather.
 
         Raises:
             RuntimeMismatchError: the parameter changed since the forward.
@@ -123,7 +124,7 @@ class _Recomputed:
     again: Tensor | None = None
 
     def full_tensor(self) -> Tensor:
-        """Return the result: recomputed at the first use, freed with the last."""
+        """Return the op's result for one use: recomputed at the first, freed with the last."""
         if self.again is None:
             with torch.no_grad():
                 self.again = self.function([_unpack(saved) for saved in self.operands])

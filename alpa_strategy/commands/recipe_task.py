@@ -171,7 +171,14 @@ def split_overrides(overrides: Sequence[str]) -> tuple[dict[str, Any], list[str]
 
 
 def example_batch(data: Any, recipe: Recipe) -> Any:
-    """Return a batch of the right shapes: of `data.example_batch()`, or of the first samples.
+    """Return a batch of the right shapes: of `data.example_batch()`, or of the first samples of the
+    training dataset, as many as its loader puts into a batch.
+
+    For the latter, the data is prepared and set up as for `fit`.
+
+    Args:
+        data: a LightningDataModule, or an object with its methods.
+        recipe: for the message.
 
     Raises:
         OptionError: the data module has neither `example_batch()` nor a map-style dataset.

@@ -204,15 +204,17 @@ def measure_ops(
     """Measure the calls that `table` does not have, longest expected first, within the budget.
 
     Views are skipped. So are calls that do not run by themselves on random data, and calls that
-    need more than half of the free memory.
+    need more than half of the free memory. Calls are measured several times while the budget
+    lasts; the table gets the least seconds of forward and of backward.
 
     Args:
         budget_seconds: no call is started after as many seconds.
+        table: is changed.
         name: of the device in the table; None: `device_name`.
-        later: calls that are measured last.
+        later: which of `calls` are measured last.
 
     Returns:
-        `table`, with the new times added.
+        `table` itself, with the new times added.
     """
     device = torch.device(device)
     name = name or device_name(device)

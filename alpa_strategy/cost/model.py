@@ -189,7 +189,8 @@ class RooflineCosts:
         return share * measured.forward, backward_seconds
 
     def _correction(self, call: OpCall, seconds: float) -> tuple[float, float]:
-        """(forward, backward) ratio measured/roofline for a call that was not measured itself.
+        """Return the (forward, backward) ratios measured/roofline expected of a call that was not
+        measured itself; (1, 1) if none of its family was measured.
 
         A mean over measured calls of its family. Those whose shapes are most similar count most:
         the shards of an op run as the full op does, while another op of its size may reach a third
@@ -216,7 +217,13 @@ class RooflineCosts:
         return float(forward), float(backward)
 
     def _measured_calls(self, family: str, rate: float) -> list["_MeasuredCall"]:
-        """Every measured call of `family`, whose roofline assumes `rate` FLOP/s."""
+        """Return how the table's calls of `family` compare with their roofline.
+
+        Calls without a forward are left out.
+
+        Args:
+            rate: FLOP/s that the roofline assumes.
+        """
         assert self.table is not None
         measured_calls = []
         for key, entry in self.table.family(self.device.name, family).items():
@@ -235,23 +242,30 @@ class RooflineCosts:
 
 @dataclass(frozen=True)
 class _MeasuredCall:
-    """A call of a family at a point in the space of shapes; all numbers are natural logarithms."""
+    """A call of a family: its shapes, and how its measured seconds compare with its roofline."""
 
-    # numbers of dims of its operands
+    # Number of dims of each operand.
     ranks: tuple[int, ...]
-    # of all operands' dims, [dims]
+
+    # Natural logarithms of the sizes of all operands' dims, [dims].
     dims: np.ndarray
-    # text of its other arguments
+
+    # Text of its other arguments.
     arguments: str
-    # of its roofline seconds
+
+    # Natural logarithm of its roofline's seconds, forward and backward together.
     size: float
-    # of measured/roofline
+
+    # Natural logarithms of the ratios measured/roofline.
     forward: float = 0.0
     backward: float = 0.0
 
     @staticmethod
     def of(key: str, size: float, forward: float = 0.0, backward: float = 0.0) -> "_MeasuredCall":
-        """Read the shapes and arguments from `key`, as `call_key` writes it."""
+        """Return the call whose shapes and arguments are those of `key`, as `call_key` writes it.
+
+        For the other arguments see the fields.
+        """
         shapes, arguments = key.split(" (", 1)
         ranks = []
         dims: list[int] = []

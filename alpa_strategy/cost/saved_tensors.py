@@ -279,7 +279,7 @@ def tensors_in(tree: Any) -> list[Tensor]:
 
 
 def without_data(call: OpCall, device: str | None = None) -> list[Tensor]:
-    """Make uninitialised operands for `call`.
+    """Return new, contiguous, uninitialised operands for `call`, with its `requires_grad`.
 
     Args:
         device: where; None: the default device, or fake tensors under a `FakeTensorMode`.

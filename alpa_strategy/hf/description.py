@@ -73,7 +73,11 @@ def _plain(value: Any) -> Any:
 def rebuild(description: dict[str, Any]) -> nn.Module:
     """Return the described model on the meta device.
 
+    Args:
+        description: one of `describe`.
+
     Raises:
+        SetupError: transformers or peft is not installed.
         CheckpointError: transformers has no such class.
     """
     transformers = library("transformers")
@@ -96,7 +100,12 @@ def rebuild(description: dict[str, Any]) -> nn.Module:
 
 
 def _with_adapters(model: nn.Module, adapters: dict[str, str]) -> nn.Module:
-    """Return the model with its adapters around it."""
+    """Return the model with its adapters around it; the model itself if there are none.
+
+    Args:
+        model: of transformers.
+        adapters: name -> configuration of peft as JSON, as of `_description`.
+    """
     for name, text in adapters.items():
         peft = library("peft")
         fields = json.loads(text)

@@ -24,9 +24,11 @@ def boundary_tables(
     """Return `boundary` and `link_at` of `StageTables`.
 
     Args:
+        job: the step and its cluster.
+        meshes: (nodes, devices per node) of each submesh.
         fits: that of `StageTables`.
         joints: of each number of devices, or stages, that may be left.
-        pairs: (sender's submesh, receiver's submesh) that are needed.
+        pairs: (sender's submesh, receiver's submesh), as indices of `meshes`, that are needed.
     """
     cluster = job.cluster
     kinds: list[Joint] = list(joints)
@@ -78,8 +80,13 @@ def _links(
     joint: tuple[int, int],
     pairs: Sequence[tuple[int, int]],
 ) -> np.ndarray:
-    """Return latency and seconds per byte at a joint, [submesh, submesh, 2]; nan if there are no
-    such two stages.
+    """Return latency in seconds and seconds per byte of a message at a joint: [sender's submesh,
+    receiver's submesh, 2]; nan for pairs that are not needed or that do not fit there.
+
+    Args:
+        meshes, fits, pairs: as of `boundary_tables`.
+        joint: the device after the sender's last one, and the receiver's first one; of a uniform
+            cluster one of `_uniform_kind`.
     """
     num_devices = cluster.num_devices
     links = np.full((len(meshes), len(meshes), 2), np.nan)

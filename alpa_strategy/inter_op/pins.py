@@ -160,12 +160,13 @@ def _regular_numbers(step: StepGraph, cluster: ClusterSpec, num_layers: int) -> 
 def _pinned_readers(
     step: StepGraph, places: Mapping[str, Place]
 ) -> list[tuple[int, frozenset[Place]]]:
-    """Return, per op that reads parameters, (its index, the meshes to which they are pinned).
+    """Return, per op that reads parameters, (its index, the meshes to which they are pinned): none
+    for an op whose parameters are all free.
 
     A parameter with several names counts under the names in the op's module, if it has one there.
 
     Args:
-        places: of `pinned_places`.
+        places: of `pinned_places`; if empty, so is the result.
     """
     if not places:
         return []

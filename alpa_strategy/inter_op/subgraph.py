@@ -124,7 +124,7 @@ def best_cuts(
     floor = least * prefix[-1] / num_layers
     inner = np.arange(1, n)
     inner = inner[(prefix[inner] >= floor) & (prefix[-1] - prefix[inner] >= floor)]
-    while _fewest_layers(prefix, inner, limit + slack, n) > num_layers:
+    while _fewest_layers(prefix, inner, limit + slack) > num_layers:
         # Single ops are larger than that.
         limit *= 1.1
     thresholds = np.unique(bytes_at[inner])
@@ -139,7 +139,7 @@ def best_cuts(
         allowed = inner[bytes_at[inner] <= threshold]
         if (
             len(allowed) < num_layers - 1
-            or _fewest_layers(prefix, allowed, limit + slack, n) > num_layers
+            or _fewest_layers(prefix, allowed, limit + slack) > num_layers
         ):
             return False
         return not floor or tied(threshold) is not None
@@ -207,14 +207,20 @@ def _block(module: str) -> tuple[str, int] | None:
     return None
 
 
-def _fewest_layers(prefix: np.ndarray, allowed: np.ndarray, limit: float, n: int) -> float:
-    """Return the number of layers of a greedy walk whose cuts are among `allowed`; inf if one layer
-    exceeds the limit.
+def _fewest_layers(prefix: np.ndarray, allowed: np.ndarray, limit: float) -> float:
+    """Return the least number of layers into which the ops can be cut: a greedy walk makes each as
+    long as the limit allows. inf if there must be a larger layer.
+
+    Args:
+        prefix: [ops + 1] FLOPs of all ops before each position.
+        allowed: positions of possible cuts, ascending.
+        limit: FLOPs of a layer.
     """
-    ends = np.append(allowed, n)
+    num_ops = len(prefix) - 1
+    ends = np.append(allowed, num_ops)
     work = prefix[ends]
     count, position = 0, 0
-    while position < n:
+    while position < num_ops:
         reach = int(np.searchsorted(work, prefix[position] + limit, side="right")) - 1
         if reach < 0 or ends[reach] <= position:
             return np.inf
@@ -230,11 +236,17 @@ def _tied_cuts(
     num_layers: int,
     sizes: tuple[float, float],
 ) -> tuple[int, ...] | None:
-    """Return the cuts with the least sum of bytes, then of squared FLOPs, of all ways to take
-    `num_layers` steps over `points`; None if there is none.
+    """Return the cuts with the least sum of bytes, then of squared FLOPs, of all ways to make
+    `num_layers` layers; None if there is none.
 
     Args:
-        sizes: (least, most) FLOPs of a step.
+        points: positions of possible cuts, the first and the last op's end included.
+        bytes_at: [ops + 1] bytes at each position.
+        prefix: [ops + 1] FLOPs of all ops before each position.
+        sizes: (least, most) FLOPs of a layer.
+
+    Returns:
+        [num_layers + 1] positions, from the first point to the last.
     """
     m = len(points)
     work, weight = prefix[points], bytes_at[points]

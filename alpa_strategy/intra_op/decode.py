@@ -403,8 +403,8 @@ def read_last(intra: IntraOp) -> list[list[int]]:
 def _gathered(
     intra: IntraOp, assignment: Sequence[int]
 ) -> Iterator[tuple[int, int, DualLayout, DualLayout]]:
-    """Yield, per parameter that is gathered for use, (first op that reads it, value, source layout,
-    target layout).
+    """Yield, per parameter and layout into which it is gathered for use, (first op that reads it
+    so, value, source layout, target layout).
     """
     for op, value, source, targets in used_transfers(intra, assignment):
         if value in intra.gathered_again:
@@ -421,15 +421,25 @@ def _gathered(
 
 
 class _Gathering(NamedTuple):
-    """A gather of a parameter for op number `op` of the stage, its first use in this layout."""
+    """A gather of a parameter into one layout."""
 
+    # Index of the stage's first op that reads it in this layout.
     op: int
+
+    # Of the gathered parameter on one device.
     num_bytes: int
+
     seconds: float
 
 
 def bytes_ahead(intra: IntraOp, assignment: Sequence[int], headroom: float) -> int:
-    """Return `StagePlan.prefetched_bytes` of an assignment, at most `headroom`."""
+    """Return `StagePlan.prefetched_bytes` of an assignment: the bytes of gathered parameters that
+    are in flight or wait for their use.
+
+    Args:
+        assignment: option of every parameter, then of every op.
+        headroom: bytes that a device has left, the most that is returned.
+    """
     gatherings = sorted(_gatherings(intra, assignment), key=lambda gathering: gathering.op)
     of_ops = zip(intra.ops, assignment[len(intra.parameters) :], strict=False)
     before = np.cumsum([0.0, *(float(options.forward_seconds[k]) for options, k in of_ops)])
@@ -452,7 +462,9 @@ def _forward_seconds(
     """Return the seconds of a forward whose links execute one gather after the other.
 
     Args:
+        gatherings: in the order of their ops.
         before: [ops + 1] seconds of the ops up to each.
+        prefetched_bytes: bytes that may be launched before they are needed.
     """
     waited = 0.0
     # When the links are free.
@@ -469,20 +481,20 @@ def _forward_seconds(
 
 
 def _gatherings(intra: IntraOp, assignment: Sequence[int]) -> Iterator[_Gathering]:
-    """Yield what the assignment gathers for each op that runs per micro-batch: bytes and
-    seconds.
+    """Yield the gathers of parameters (ZeRO-3) in the forward of one micro-batch, in no order.
+
+    Parameters that are gathered once per step are left out.
     """
     mesh = intra.mesh
     for op, value, source, target in _gathered(intra, assignment):
-        if op not in intra.per_step.ops:
-            meta, steps = intra.step.values[value], reshard_steps(source, target, mesh.shape)
-            moved = (
-                (step, kind) for step in steps for kind, _ in step.collectives(differentiable=False)
-            )
-            seconds = sum(
-                mesh.axes[step.axis].seconds(kind, step.share * meta.num_bytes)
-                for step, kind in moved
-            )
-            yield _Gathering(
-                min(op, len(intra.ops)), local_bytes(meta, target, mesh.shape), seconds
-            )
+        if op in intra.per_step.ops:
+            continue
+        meta = intra.step.values[value]
+        seconds = 0.0
+        for step in reshard_steps(source, target, mesh.shape):
+            num_bytes = step.share * meta.num_bytes
+            for kind, _ in step.collectives(differentiable=False):
+                seconds += mesh.axes[step.axis].seconds(kind, num_bytes)
+        # Outputs read their values after the last op.
+        first_use = min(op, len(intra.ops))
+        yield _Gathering(first_use, local_bytes(meta, target, mesh.shape), seconds)

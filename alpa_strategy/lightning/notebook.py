@@ -90,7 +90,9 @@ class _Report:
 class _Output:
     """What rank 0 leaves to the notebook's Trainer. Tensors are on the CPU."""
 
+    # Returned by the Trainer's call: metrics of `test`, predictions of `predict`.
     result: Any
+
     state: TrainerState
 
     # File with the module's state dict; None: it was not trained, or does not fit one device.
@@ -136,7 +138,11 @@ class NotebookLauncher(_MultiProcessingLauncher):
         return output.result
 
     def _check(self, trainer: Any) -> None:
-        """Raise a SetupError if workers cannot be forked now."""
+        """Check that workers can be forked now.
+
+        Raises:
+            SetupError: CUDA is initialized, or this Trainer has trained before and is to train.
+        """
         uses_cuda = self._strategy.root_device.type == "cuda"
         if uses_cuda and torch.cuda.is_initialized():
             raise _late_fork_error("CUDA is already initialized in this one")
@@ -150,6 +156,7 @@ class NotebookLauncher(_MultiProcessingLauncher):
     def _start(
         self, trainer: Any, function: Callable[..., Any], args: Any, kwargs: Any
     ) -> list[_Worker]:
+        """Fork a worker for each device, which runs `function(*args, **kwargs)` as one rank."""
         context = multiprocessing.get_context("fork")
         workers = []
         for rank in range(self._strategy.num_processes):
@@ -164,7 +171,14 @@ class NotebookLauncher(_MultiProcessingLauncher):
         return workers
 
     def output(self, trainer: Any, result: Any) -> bytes:
-        """Return rank 0's `_Output` in a worker, as bytes."""
+        """Return the `_Output` of this worker as bytes, as `torch.save` writes it.
+
+        After a `fit` it stores the module's weights in a temporary file, too.
+
+        Args:
+            trainer: the worker's.
+            result: what the Trainer's call returned.
+        """
         is_fitting = trainer.state.fn == TrainerFn.FITTING
         connector = trainer._logger_connector
         checkpoints = []
@@ -187,7 +201,9 @@ class NotebookLauncher(_MultiProcessingLauncher):
         return buffer.getvalue()
 
     def _save_weights(self) -> str | None:
-        """Store the module's weights for the notebook; None if they are still sharded."""
+        """Store the module's weights in a temporary file and return its path; None if they are
+        still sharded.
+        """
         if self._strategy.run is not None:
             return None
         handle, path = tempfile.mkstemp(prefix="alpa-weights-")
@@ -196,7 +212,7 @@ class NotebookLauncher(_MultiProcessingLauncher):
         return path
 
     def _restore(self, trainer: Any, output: _Output) -> None:
-        """Give the notebook's Trainer and module what rank 0 left."""
+        """Give the notebook's Trainer and module the state, metrics and weights of rank 0."""
         if output.weights_path is not None:
             _load_weights(trainer.lightning_module, Path(output.weights_path))
         trainer.state = output.state
@@ -274,7 +290,13 @@ def _work(
     args: Any,
     kwargs: Any,
 ) -> None:
-    """Run `function` as one rank, and report to the notebook."""
+    """Run `function` as one rank, in a worker, and send a `_Report` to the notebook.
+
+    Args:
+        rank: of this worker.
+        sender: end of its pipe to the notebook.
+        function, args, kwargs: the call of the Trainer.
+    """
     # Ends with the notebook's process.
     _prctl_pr_set_pdeathsig(signal.SIGKILL)
     strategy = launcher._strategy
@@ -315,7 +337,7 @@ def _pickled(error: BaseException) -> bytes:
 
 
 def _wait(workers: Sequence[_Worker]) -> _Output | None:
-    """Wait until all workers have ended; return what rank 0 left.
+    """Wait until all workers have ended; return rank 0's output, None if it has none.
 
     Raises:
         LostRankError: a worker was ended from outside.
@@ -342,7 +364,13 @@ def _wait(workers: Sequence[_Worker]) -> _Output | None:
 
 
 def _received(worker: _Worker) -> _Report:
-    """Return the report of a worker that ended well; raise its error."""
+    """Wait for a worker's report and return it.
+
+    Raises:
+        LostRankError: the worker was ended from outside.
+        KeyboardInterrupt: the user ended it.
+        BaseException: its error; SetupError if it failed because it was forked too late.
+    """
     try:
         report = worker.receiver.recv()
     except EOFError:

@@ -18,9 +18,12 @@ from alpa_strategy.comm.collectives import RankZero, all_gather_object, all_redu
 from alpa_strategy.errors import RuntimeMismatchError, UnlikeStepsError
 from alpa_strategy.ir.user_code import mentioned_names
 
+# How long a rank waits for the others to report a change of the module.
 MEET_SECONDS = 60.0
-# Of batches, of which programs are kept.
+
+# Number of shapes of batches whose programs are kept.
 MAX_SHAPES = 64
+
 SAME_SHAPES = (
     "let every rank load equally many rows (drop_last=True drops a shorter last batch), padded to"
     " one length: the "
@@ -29,25 +32,31 @@ SAME_SHAPES = (
 
 
 def _digest(value: Any) -> int:
-    """The same on every rank, as large as an int64 holds with either sign."""
+    """Return a number that is the same on every rank for the same `repr`, at most 2^63 - 1."""
     return int.from_bytes(hashlib.sha256(repr(value).encode()).digest()[:8], "big") >> 1
 
 
 class StepConsensus:
-    """What a training's ranks have seen together.
+    """Compares between ranks what they are about to run.
 
     Args:
         rank_zero: of all ranks of the job.
-        group: the ranks that run a step together; None: all.
+        group: process group of the ranks that run a step together; None: all.
     """
 
     def __init__(self, rank_zero: RankZero, group: Any) -> None:
-        self._rank_zero, self._group = rank_zero, group
+        self._rank_zero = rank_zero
+        self._group = group
         self._is_alone = world_size(group) == 1
+
+        # Changes of the module so far.
         self._num_changes = 0
+
+        # Key of a batch's shape -> its digest.
         self._digests: dict[Any, int] = {}
 
-        # Whether a rank's buffers have changed outside of steps, as of the last `all_have`.
+        # Whether any rank's buffers have changed outside of steps, as of the last `all_have` with
+        # other ranks.
         self.buffers_changed = False
 
     def all_have(
@@ -58,32 +67,31 @@ class StepConsensus:
         numbers: Mapping[str, Any],
         buffers_changed: bool = False,
     ) -> bool:
-        """Whether every rank has the same program for its batch, and the same numbers. Collective,
-        over the hosts.
+        """Whether every rank has the same program for its batch, and the same numbers.
+
+        Collective over the group, in host memory. Afterwards `self.buffers_changed` is whether any
+        rank passed True for `buffers_changed`; it does not change the result.
 
         Args:
-            key: of the batch's shape.
-            index: of the program, None where this rank has none.
-            numbers: what the program takes besides the batch.
+            key: of the batch's shape, as of `shape_key`.
+            index: of the program for it; None: this rank has none, and the result is False.
+            batch: this rank's, for the message.
+            numbers: by name, the numbers that the program takes besides the batch.
             buffers_changed: whether this rank's buffers have changed since the last step.
 
         Raises:
-            UnlikeStepsError: the ranks' batches are of different kinds.
+            UnlikeStepsError: the ranks' batches have different keys; on every rank.
         """
         if self._is_alone:
             return index is not None
         if key not in self._digests:
             self._digests[key] = _digest(key)
-        local_digests = self._digests[key], -1 if index is None else _digest((index, numbers))
+        of_key = self._digests[key]
+        of_program = -1 if index is None else _digest((index, numbers))
+
+        # All ranks have the same number if the largest one is the smallest one.
         largest = all_reduce_max(
-            [
-                local_digests[0],
-                -local_digests[0],
-                local_digests[1],
-                -local_digests[1],
-                int(buffers_changed),
-            ],
-            self._group,
+            [of_key, -of_key, of_program, -of_program, int(buffers_changed)], self._group
         )
         self.buffers_changed = bool(largest[4])
         if largest[0] != -largest[1]:
@@ -93,26 +101,38 @@ class StepConsensus:
         return index is not None and largest[2] == -largest[3]
 
     def say_shape(self, batch: Any, number: int) -> None:
-        """A line about the training's batch shape number so-and-so."""
-        many = (
-            f" (the last {MAX_SHAPES} are kept: pad batches to a few lengths, pad_to_multiple_of)"
-        )
+        """Log, on rank 0, that a step was captured for another shape of batches.
+
+        Args:
+            number: of the shape, counted from 1 over the training.
+        """
         text = f"alpa: batch shape number {number}, captured: {shapes_text(batch)}"
-        rank_zero_info(text + many if number > MAX_SHAPES else text)
+        if number > MAX_SHAPES:
+            text += (
+                f" (the last {MAX_SHAPES} are kept: pad batches to a few lengths,"
+                " pad_to_multiple_of)"
+            )
+        rank_zero_info(text)
 
     def meet_for_change(self, name: str) -> None:
-        """Wait until every rank has seen a change of the module; RuntimeMismatchError when some
-        have not.
+        """Wait until every rank has seen a change of the module.
+
+        Args:
+            name: the change as a text, for the message.
+
+        Raises:
+            RuntimeMismatchError: a rank has seen none within `MEET_SECONDS`.
         """
         self._num_changes += 1
         came = self._rank_zero.meet(f"change{self._num_changes}", name, MEET_SECONDS)
-        if missing := sorted(set(range(world_size())) - set(came)):
-            raise RuntimeMismatchError(
-                "the module changed on some ranks only:"
-                f" {'; '.join(f'rank {r}: {text}' for r, text in came.items())}, "
-                f"unchanged on ranks {missing}",
-                "change it on every rank, at the same step",
-            )
+        missing = sorted(set(range(world_size())) - set(came))
+        if not missing:
+            return
+        changes = "; ".join(f"rank {rank}: {text}" for rank, text in came.items())
+        raise RuntimeMismatchError(
+            f"the module changed on some ranks only: {changes}, unchanged on ranks {missing}",
+            "change it on every rank, at the same step",
+        )
 
 
 def shapes_text(batch: Any) -> str:
@@ -122,7 +142,11 @@ def shapes_text(batch: Any) -> str:
 
 
 def toggled(module: Any, optimizers: Iterable[Optimizer]) -> list[nn.Parameter]:
-    """Return the parameters that an eager step may freeze and unfreeze (as of a GAN's parts)."""
+    """Return the parameters that an eager step may freeze and unfreeze (as of a GAN's parts).
+
+    All that the optimizers have; none if the step neither names `requires_grad` nor steps
+    optimizers itself.
+    """
     freezing = mentioned_names(module.training_step) & {
         "requires_grad",
         "requires_grad_",

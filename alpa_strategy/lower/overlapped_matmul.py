@@ -86,6 +86,14 @@ class OverlappedMatmul(torch.autograd.Function):
     def forward(
         ctx: Any, into: Reshard | None, products: Sequence[MatmulSpec], rows: Tensor, *operands: Any
     ) -> tuple[Tensor, ...]:
+        """Return one result of each matmul.
+
+        Args:
+            into: redistributes the input first; None: it has its layout.
+            products: the matmuls.
+            rows: the input, [*samples, k].
+            operands: weight and bias (None: there is none) of each matmul in turn.
+        """
         if into is not None:
             rows = into.values(rows)
         ctx.into = into

@@ -360,15 +360,24 @@ def _sample_indices(call: OpCall, strategies: tuple[TimeStrategy, ...]) -> Itera
 
 
 def _reshaped_indices(call: OpCall, strategies: tuple[TimeStrategy, ...]) -> Iterator[TimeStrategy]:
-    """Yield the strategies of casts and views of integers that keep the number of samples."""
+    """Yield strategies of a cast or view of integers in which operand and result are sample
+    indices: for every dim that has the samples before and after, with the same size.
+
+    Nothing if the result is no integer tensor.
+
+    Args:
+        strategies: the op's other strategies, which show where the samples are.
+    """
     is_integer = not call.results[0].dtype.is_floating_point
     if not is_integer or len(call.operands) != 1:
         return
     for strategy in strategies:
         before = strategy.inputs[0]
         after = strategy.outputs[0]
-        if not before.kind == after.kind == "rows":
+        has_samples = before.kind == after.kind == "rows"
+        if not has_samples:
             continue
+        # A view that merges the samples with another dim makes no sample index.
         if call.operands[0].shape[before.dim] == call.results[0].shape[after.dim]:
             yield TimeStrategy(
                 (MicrobatchPlacement("numbers", before.dim),),

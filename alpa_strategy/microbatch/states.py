@@ -241,12 +241,12 @@ class PlacementWalk:
         return any(self.step.makers.get(value) in makers for value in op.operands)
 
     def move(self, index: int) -> None:
-        """Run the op in the prologue."""
+        """Let the prologue run the op, which gives its full results."""
         self.moved.add(index)
         self.state.update((value, WHOLE) for value in self.step.ops[index].results)
 
     def postpone(self, index: int) -> None:
-        """Run the op in the epilogue."""
+        """Let the epilogue run the op."""
         self.late.add(index)
 
     def _fit(
@@ -287,6 +287,7 @@ class PlacementWalk:
         """Return how a strategy gets an operand as `want`; None if it cannot.
 
         Args:
+            value: index of the operand's value.
             is_added: whether it is added to a sum over micro-batches.
         """
         have = self.state[value]
@@ -323,12 +324,18 @@ class PlacementWalk:
         return size % (want.segments * self.num_microbatches) == 0
 
     def _recompute(self, value: int, want: MicrobatchPlacement) -> dict[int, TimeStrategy] | None:
-        """Return strategies of earlier ops that compute a full `value` per micro-batch.
+        """Return strategies with which the ops that make a full `value` make `want` instead: the
+        samples of one micro-batch.
 
         Such ops are `expand` or `zeros`, for example.
 
+        Args:
+            value: index of a value.
+            want: the placement that a later op needs.
+
         Returns:
-            Op index -> strategy; None if there are none.
+            Op index -> strategy, of the value's op and of those before it; None if there are none,
+            if `want` has no samples, or if the value is not computed in full.
         """
         index = self.step.makers.get(value)
         if not want.has_sample_dim or self.state[value] != WHOLE:
@@ -354,7 +361,8 @@ class PlacementWalk:
         """Return strategies of earlier ops that give `op` its operands as `strategy` needs them.
 
         Returns:
-            Op index -> strategy; None if an operand cannot be computed so.
+            Op index -> strategy, empty if the operands are as needed; None if one cannot be
+            computed so.
         """
         strategies: dict[int, TimeStrategy] = {}
         for operand, want in zip(op.operands, strategy.inputs, strict=True):

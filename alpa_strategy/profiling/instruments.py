@@ -87,6 +87,7 @@ class Instruments:
         return patched([*self._patches(), *others])
 
     def _patches(self) -> Iterator[Patch]:
+        """Yield the patches that put ranges around programs, collectives and waiting for them."""
         yield LoweredStep, "__call__", self._program_call()
         for name, kind in _COLLECTIVES.items():
             yield AxisComm, name, self._collective(kind, vars(AxisComm)[name])
@@ -102,6 +103,7 @@ class Instruments:
         yield from self._pipeline_patches()
 
     def _pipeline_patches(self) -> Iterator[Patch]:
+        """Yield the patches that put ranges around a pipeline's actions and messages."""
         yield self.ranged(StageWorker, "forward", self._forward)
         yield self.ranged(StageWorker, "backward", self._backward)
         yield self.ranged(StageWorker, "backward_weights", self._backward_weights)
@@ -138,6 +140,7 @@ class Instruments:
     # Programs.
 
     def _program_call(self) -> Callable[..., Any]:
+        """Return a `LoweredStep.__call__` that runs the program's version with ranges."""
         original = LoweredStep.__call__
 
         @wraps(original)
@@ -155,6 +158,15 @@ class Instruments:
     # Collectives, by their kind, their subject and their mesh axis.
 
     def _collective(self, kind: str, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a method of `AxisComm` that runs in a range named `all-gather weight on tensor`.
+
+        Collectives on an axis of one device, and those that another one launches, get no range.
+
+        Args:
+            kind: of the collective, as plans name it.
+            original: the method.
+        """
+
         @wraps(original)
         def run(axis: AxisComm, *args: Any, **kwargs: Any) -> Any:
             if axis.size == 1 or self._in_collective:
@@ -175,18 +187,21 @@ class Instruments:
         return run
 
     def _members_of(self, axis: AxisComm) -> list[int]:
-        """Return the ranks of an axis, in the job."""
+        """Return the ranks of an axis among all ranks of the job; [] if its group, of another
+        library or of threads, does not know them.
+        """
         key = id(axis.group)
         if key not in self._members:
             group = dist.group.WORLD if axis.group is None else axis.group
             try:
                 self._members[key] = dist.get_process_group_ranks(group)
             except (KeyError, ValueError, RuntimeError, AttributeError):
-                # A group of another library, or of threads.
                 self._members[key] = []
         return self._members[key]
 
     def _wait(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a `Pending.wait` in a range, with the name of the collective that it waits for."""
+
         @wraps(original)
         def wait(pending: Pending) -> Any:
             name = self._in_flight.pop(pending, None)
@@ -199,7 +214,13 @@ class Instruments:
         return wait
 
     def _with_subject(self, owner: Any, name: str, subject_of: Callable[[Any], str]) -> Patch:
-        """Return the patch of a method whose collectives are named by its object."""
+        """Return the patch of a method whose collectives are named by its object.
+
+        Args:
+            owner: class of the method.
+            name: of the method.
+            subject_of: the object -> what its collectives move, such as a parameter's name.
+        """
         original = vars(owner)[name]
 
         @wraps(original)
@@ -211,6 +232,7 @@ class Instruments:
 
     @contextmanager
     def _moving(self, subject: str) -> Iterator[None]:
+        """Context in which collectives are named by `subject`, unless that is empty."""
         outer = self._subject
         self._subject = subject or outer
         try:
@@ -219,6 +241,7 @@ class Instruments:
             self._subject = outer
 
     def _gather_of_store(self) -> Patch:
+        """Return the patch that names gathers of parameters by these."""
         original = ParameterStore.start_gather
 
         @wraps(original)
@@ -232,7 +255,11 @@ class Instruments:
 
     @contextmanager
     def action(self, kind: str, stage: int, microbatch: int) -> Iterator[None]:
-        """Context of a stage's action on a micro-batch, in its range."""
+        """Context of a stage's action on a micro-batch, in its range.
+
+        Args:
+            kind: one of `ACTION_NAMES`.
+        """
         name = f"{ACTION_NAMES[kind]} of stage {stage}, micro-batch {microbatch}"
         outer = self._in_action
         self._in_action = True
@@ -271,15 +298,17 @@ class Instruments:
 
 
 def _gradient_of(reshard: Reshard) -> str:
+    """Return the name of what the backward of a `Reshard` moves."""
     return f"gradient of {reshard.subject}" if reshard.subject else "a gradient"
 
 
 def _gradients_of_bucket(bucket: Bucket) -> str:
+    """Return the name of what a bucket's collectives move."""
     return "gradients of " + listed([sharded.name for sharded in bucket.parameters])
 
 
 def listed(names: Sequence[str]) -> str:
-    """Return the first name, and how many others there are."""
+    """Return the first name and how many others there are: `a.weight and 3 more`."""
     if not names:
         return "nothing"
     return f"{names[0]} and {len(names) - 1} more" if len(names) > 1 else names[0]

@@ -28,7 +28,7 @@ class HostParameters:
     Args:
         device: on which they are used.
         look: is called with a parameter's name, and with the parameter whose `grad` is the local
-            gradient of one backward.
+            gradient of one backward; None: nothing is called.
     """
 
     def __init__(self, device: torch.device, look: Callable[[str, Tensor], None] | None) -> None:
@@ -73,13 +73,21 @@ class HostParameters:
         return copy
 
     def finish(self) -> None:
-        """End a backward: afterwards parameters have their gradients, and may change."""
+        """End a backward: wait for all copies, and add the gradients to the parameters'.
+
+        Afterwards parameters may change.
+        """
         self._drop_arriving()
         self._last = (None, None)
         self._accumulate()
 
     def _take(self, sharded: ShardedParameter, grad: Tensor) -> None:
-        """Start to copy a gradient of the backward into host memory."""
+        """Start to copy a gradient of the backward into host memory.
+
+        Args:
+            sharded: its parameter.
+            grad: this rank's shard of the gradient, on the device.
+        """
         parameter = sharded.parameter
         if parameter in self._gradients:
             self._accumulate()
@@ -88,7 +96,7 @@ class HostParameters:
             self._accumulate()
 
     def _accumulate(self) -> None:
-        """Wait for the copied gradients, and add them to `parameter.grad`."""
+        """Wait for the copied gradients, show each to `look`, and add them to `parameter.grad`."""
         self.link.settle()
         for parameter, (name, grad) in self._gradients.items():
             if self._look is not None:

@@ -107,7 +107,8 @@ class MeshParameters:
         bucket_bytes: int,
         look: GradientReader | None,
     ) -> None:
-        """Replace the data of all parameters by this rank's shards, and watch the backward.
+        """Replace the data of all parameters by this rank's shards, and register the hooks that
+        reduce gradients in the backward.
 
         For the arguments see `ParameterStore.shard`.
         """

@@ -316,8 +316,10 @@ class ParameterStore:
         bucket_bytes: int = BUCKET_BYTES,
         look: GradientReader | None = None,
     ) -> None:
-        """Replace every parameter's data by this rank's shard, and watch the backward. To be called
-        once, before training.
+        """Replace every parameter's data by this rank's shard, and register the hooks that reduce
+        gradients in the backward. To be called once, before training.
+
+        Parameters of stages on other ranks alone become empty.
 
         Args:
             values: returns the full values of a parameter; they are freed before the next call.

@@ -96,7 +96,10 @@ def _over_rows(*operands: str) -> Callable[[OpCall, int], str]:
 
 
 def recurrent(call: OpCall, axis_size: int) -> str:
-    """Rule of lstm, gru, rnn: the samples of a batch are independent; weights are not sharded."""
+    """Rule of lstm, gru, rnn: the samples of a batch are independent; weights are not sharded.
+
+    Packed sequences, and a sequence without a batch, are not sharded at all.
+    """
     bound = bind(call)
     batched = len(call.operands[bound["input"].index].shape) == 3
     if "batch_sizes" in bound:

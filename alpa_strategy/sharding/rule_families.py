@@ -317,7 +317,8 @@ def keep_other_dims(call: OpCall, *where: str | int, removed: bool = False) -> R
     """Rule of ops that work along some dims (split, select, flip, diagonal): the others are kept.
 
     Args:
-        where: the dims, or the arguments that name them (None: all); `dim` if there are none.
+        where: the dims (larger ones count as the last), or the arguments that name them (None:
+            all); without any, the argument `dim`.
         removed: whether those dims are absent from the results, or come last.
     """
     rank = len(_source(call))
@@ -474,7 +475,8 @@ def cross_entropy(call: OpCall) -> RuleMatch:
 def batch_norm_train(call: OpCall) -> RuleMatch:
     """Rule of batch norm in training: channels are independent, samples share their statistics.
 
-    Sharded samples need all-reduces of sums and counts, forward and backward.
+    Sharded samples need all-reduces of sums and counts, forward and backward. An input of less
+    than two dims has no strategy.
     """
     names = ("x", "weight", "bias", "running_mean", "running_var")
     bound = bind(call)

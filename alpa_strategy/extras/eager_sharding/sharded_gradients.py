@@ -28,7 +28,7 @@ class ShardedGradients:
         module: of the training.
         store: of its parameters.
         owner_steps: the steps of optimizers that need full gradients.
-        meet: called before a collective that the user's step makes.
+        meet: called before a collective that the user's step makes, so that all ranks are there.
     """
 
     def __init__(
@@ -45,7 +45,13 @@ class ShardedGradients:
 
     @contextmanager
     def in_step(self) -> Iterator[None]:
-        """Context of a step, in which torch's functions return the norm of the full gradients."""
+        """Context of a step, in which gradients may be clipped, read and set.
+
+        - `torch.nn.utils.get_total_norm` and `clip_grad_norm_` use the norm of the full gradients.
+          They are then collective.
+        - Full gradients that the step sets are sharded.
+        - The first read of a sharded gradient is a warning.
+        """
         clipping = torch.nn.utils.clip_grad
         torch_norm = clipping._get_total_norm
 

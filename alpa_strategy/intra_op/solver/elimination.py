@@ -252,10 +252,18 @@ def min_marginals(network: Network, order: Sequence[int]) -> list[np.ndarray]:
 def _passed_on(
     network: Network, order: Sequence[int], outer: tuple[int, ...] = ()
 ) -> tuple[list[list[Factor]], dict[int, Factor], np.ndarray]:
-    """Run the first pass, and return (the factors of every bucket, the message of each, [problem]
-    the sum of all messages without variables).
+    """Run the first pass: eliminate the variables of `order`.
 
-    A message is the bucket's minimum, over the variables that it shares with later buckets.
+    A bucket's message is the minimum of its sum over its own variable: a table over the other
+    variables of the bucket, and a factor of the bucket of the first of these.
+
+    Args:
+        order: the variables in the order of elimination.
+        outer: variables that are left, after all of `order`.
+
+    Returns:
+        (the factors of every variable's bucket, variable -> its message, [problem] the sum of the
+        messages without variables).
     """
     position = {v: i for i, v in enumerate((*order, *outer))}
     holding = _buckets(network, position)
@@ -286,14 +294,17 @@ def _passed_on(
 
 
 def _buckets(network: Network, position: dict[int, int]) -> list[list[Factor]]:
-    """Return, per variable, the factors of its bucket. A factor is in the bucket of the variable of
-    its scope that is eliminated first.
+    """Return the factors of each variable's bucket, indexed by variable. A factor is in the bucket
+    of the variable of its scope that is eliminated first.
 
-    Equal tables become one object.
+    Tables with equal contents become one array, so that their ids tell whether they are equal.
+
+    Args:
+        position: variable -> its position in the order of elimination.
     """
     holding: list[list[Factor]] = [[] for _ in network.sizes]
     equal: dict[tuple[tuple[int, ...], bytes], np.ndarray] = {}
-    # By identity: to compare contents costs as much as the table is large.
+    # By id first: comparing contents reads the full tables.
     seen: dict[int, np.ndarray] = {}
     for factor in network.factors:
         table = seen.get(id(factor.table))
