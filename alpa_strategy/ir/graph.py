@@ -450,12 +450,12 @@ class StepGraph:
     @cached_property
     def made_of_constants(self) -> frozenset[int]:
         """Values of ops that are made of buffers and constants alone, without random numbers."""
-        inputs = {constant.value for constant in self.constant_inputs}
-        inputs.update(self.received_constants)
+        constants = {constant.value for constant in self.constant_inputs}
+        constants.update(self.received_constants)
         results: set[int] = set()
         for op in self.ops:
-            reads_constants = all(value in inputs or value in results for value in op.operands)
-            if reads_constants and op.call.is_deterministic:
+            if constants.issuperset(op.operands) and op.call.is_deterministic:
+                constants.update(op.results)
                 results.update(op.results)
         return frozenset(results)
 

@@ -13,6 +13,7 @@ sys.path.insert(0, str(ROOT / "scripts"))
 
 import bench_fit  # noqa: E402
 
+
 def test_the_figures_of_the_page_are_those_of_the_reference():
     table = bench_fit.page_table(bench_fit.read_reference())
     assert table in bench_fit.PAGE.read_text(encoding="utf-8")
