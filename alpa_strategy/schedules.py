@@ -65,7 +65,8 @@ class Schedule:
     # Whether the planner tries it if the user requests no schedule.
     is_searched: bool = False
 
-    # Bubble in the `closed_form` of a step's time. None: equal stages are simulated.
+    # Bubble in the `closed_form` of a step's time, as a multiple of the bubble of 1F1B. None: equal
+    # stages are simulated.
     bubble: float | None = None
 
     # (num_meshes, num_microbatches, stages per mesh) -> the result of `in_flight` in closed form.
@@ -231,8 +232,8 @@ def splits_backward(schedule: str, num_meshes: int, num_microbatches: int, v: in
     Raises:
         PlanError: as of `actions`; only for a schedule of the user.
     """
-    # Of the built-in ones the bubble says it, without all the actions of a step.
-    if schedule in BUILT_IN:
+    # Of the built-in ones the bubble says it, if they have one, without all the actions of a step.
+    if schedule in BUILT_IN and SCHEDULES[schedule].bubble is not None:
         return SCHEDULES[schedule].bubble != 1.0
     orders = actions(schedule, num_meshes, num_microbatches, v)
     return any(action.kind == "W" for order in orders for action in order)

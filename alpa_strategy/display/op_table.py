@@ -137,8 +137,9 @@ def _unlisted_rows(pattern: str) -> list[OpRow]:
     if not rows:
         op = f"{namespace}::{name}" + (f".{overload}" if overload else "")
         raise OptionError(
-            f"{op} has no sharding rule: it runs in full on every device",
-            f"give it one with register_sharding({op!r}, ...), see docs/extending.md",
+            f"no rule for {op}: it runs in full on every device",
+            f'if its work can be divided, register_sharding("{op}", ...) says how'
+            " (docs/extending.md)",
         )
     return rows
 

@@ -505,7 +505,7 @@ NOTATION: dict[str, Notation] = {
         "[n, c!, *s!], [c!]?, [c!]? -> [n, c!, *s!], [n, g!], [n, g!]"
     ),
     **{f"aten.{kind}_norm": Notation(_channel_norm) for kind in ("batch", "instance")},
-    "aten._weight_norm": Notation(_weight_norm, linear=((1,),)),
+    "aten._weight_norm": Notation(_weight_norm, carries=True),
     "aten.scaled_dot_product_attention": Notation(_attention, more=_ring),
     **{f"aten.conv{n}d": Notation(partial(_convolution, transposed=False)) for n in (1, 2, 3)},
     **{

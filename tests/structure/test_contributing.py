@@ -69,9 +69,10 @@ assert "S0,R*->S0" in prove_sharding("aten::ger", [x, y])
 assert "ger" in CASES
 
 from alpa_strategy import PlanOptions
-from alpa_strategy.schedules import in_flight, timeline
+from alpa_strategy.schedules import in_flight, splits_backward, timeline
 assert PlanOptions.from_user(schedule="InPairs").schedule == "InPairs"
 assert in_flight("InPairs", 2, 6) == (2, 2)
+assert not splits_backward("InPairs", 2, 6)
 assert timeline("InPairs", [1.0, 1.0], [2.0, 2.0], 4)
 
 from alpa_strategy import ClusterSpec
