@@ -68,7 +68,7 @@ class FailedCheckError(CaptureError, RuntimeMismatchError):
     Args:
         problem: as of AlpaError.
         fix: as of AlpaError.
-        own: the exception that the step would raise, with its text.
+        local_error: the exception that the step would raise, with its text.
     """
 
     def __init__(self, problem: str, fix: str = "", local_error: Exception | None = None) -> None:

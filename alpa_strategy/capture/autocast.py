@@ -222,6 +222,8 @@ class Autocast:
     """The open autocast regions of the walk, and the parameters that have been cast in them.
 
     Args:
+        builder: of the graph, to which casts are added.
+        device_type: on which the step runs: `cuda`, `cpu`.
         parameters: value indices of the parameters; filled while the inputs are added.
     """
 

@@ -121,6 +121,10 @@ def _captured(
 
     Inputs and results of a phase that does not train come from other phases and go to others: they
     have the layouts that are best for it.
+
+    Args:
+        num_ranks: whose samples are joined.
+        context: in which the phase is traced.
     """
     # Every graph has a loss. That of a phase that does not train is removed below.
     placeholder_loss = torch.zeros((), device="meta", requires_grad=True)

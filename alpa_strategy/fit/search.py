@@ -109,7 +109,7 @@ class RegularSearch:
         return best
 
     def _best_of_estimates(self, estimates: Sequence[Estimate]) -> Plan | None:
-        """Return the best plan of the estimated configurations; None: nothing fits."""
+        """Return the best plan of `estimates`, which are solved in their order; None: none fits."""
         best: Plan | None = None
         num_solved = 0
         for estimate in estimates:
@@ -383,8 +383,8 @@ class RegularSearch:
         raise does_not_fit("a device needs about", least_bytes, self.task.memory_limit)
 
     def _hides_gathers(self, configuration: Configuration, names: tuple[str, ...]) -> bool:
-        """Return whether a named plan may be faster than the fastest layouts: they are solved
-        without what is hidden behind computation.
+        """Whether the named plan `names` may be faster than the fastest layouts, which are solved
+        as if no gather overlapped with computation.
         """
         is_alone = configuration.num_stages == 1 and len(configuration.logical_mesh) == 1
         return is_alone and self.task.cluster.overlap > 0 and names == ("zero3",)
@@ -582,7 +582,7 @@ class RegularSearch:
     def _wire_seconds(
         self, job: StageCostTask, cut: int, submesh: tuple[int, int], index: int
     ) -> float:
-        """Return the seconds of a micro-batch's messages across a cut, and back."""
+        """Return the seconds of a micro-batch's messages over a cut after mesh `index` and back."""
         cluster = self.task.cluster
         last_sender = (index + 1) * math.prod(submesh) - 1
         per_node = cluster.devices_per_node

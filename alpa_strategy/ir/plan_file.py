@@ -180,7 +180,7 @@ def checked(data: Any, kind: type, path: str) -> Any:
 
 @cache
 def _field_types(kind: Any) -> dict[str, Any]:
-    """Field -> its type, in the order of the file."""
+    """Return field -> type of the dataclass `kind`, in the order of the plan file."""
     types = get_type_hints(kind)
     ordered = {name: types[name] for name in types if name not in _LAST_FIELDS}
     for name in _LAST_FIELDS:

@@ -112,7 +112,8 @@ def _pin_text(value: object) -> str:
 
 
 def assumed_of_precision(precision: str, device: DeviceSpec) -> tuple[dict[str, str], str]:
-    """Return what plans for a precision will assume of a device, before a step is captured.
+    """Return the rates that plans for a precision will assume of a device, before a step is
+    captured.
 
     Args:
         precision: the Trainer's name of it.

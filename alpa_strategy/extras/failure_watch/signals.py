@@ -245,7 +245,12 @@ class JobSignals:
         self._start_to_end(signum, interrupts=self._old_interrupt is not None)
 
     def _start_to_end(self, signum: int, interrupts: bool) -> None:
-        """Start the timers that end this process after a signal, if it does not end by itself."""
+        """Start the timers that end this process after a signal, if it does not end by itself.
+
+        Args:
+            signum: the signal; later ones start no timers.
+            interrupts: whether SIGINT interrupts the main thread before the process ends.
+        """
         if self._ending_signal is not None:
             return
         self._ending_signal = signum
