@@ -334,7 +334,7 @@ class Autocast:
         return torch.float32 if is_half else None
 
     def _cast(self, ref: ValueRef, dtype: torch.dtype) -> ValueRef:
-        """Return a value cast to `dtype`.
+        """Emit a cast of a value to `dtype`, and return its result.
 
         Parameters are cast once per outermost region, as autocast's cache does: it stores leaves
         that require grad only.

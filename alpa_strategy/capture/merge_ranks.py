@@ -495,8 +495,12 @@ class _Merger:
     def _merged_ref(self, value: int, of_ranks: dict[int, OfRanks]) -> ValueRef:
         """Return the merged value of one that leaves the step.
 
+        With `used_by_each`, a value with a gradient that all ranks have is repeated for each rank.
+
         Args:
-            of_ranks: merged value -> how it holds the ranks' values; this one is added.
+            value: of the captured step.
+            of_ranks: merged value -> along which dim the ranks' values are joined; this one is
+                added, unless it is the same on all ranks.
         """
         state = self.state[value]
         if self.used_by_each and state.is_same and self.step.values[value].requires_grad:

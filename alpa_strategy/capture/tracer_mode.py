@@ -209,13 +209,16 @@ class TracerMode(TorchFunctionMode):
     def _created(
         self, call: Callable[..., Any], func: Any, args: Any, kwargs: Any, position: int
     ) -> Any:
-        """Call a function that creates a tensor from numbers, such as torch.tensor.
+        """Call a function that creates a tensor from StepCounters, such as torch.tensor, and return
+        the tensor.
 
-        The tensor is created, then filled by an op that has the number as an argument.
+        It is created with zeros, then filled by an op that has the counter as an argument. A list
+        of numbers becomes a stack of such tensors.
 
         Args:
             call: calls a function of torch.
-            position: of the argument with the numbers.
+            func: that creates tensors.
+            position: of the argument with the counter, or a list with counters, in `args`.
         """
         before = args[:position]
         content = args[position]

@@ -246,10 +246,11 @@ class Topology:
         return GroupLink(latency, bandwidth, exchange, max(map(len, in_nodes)))
 
     def messages(self, sizes: Mapping[tuple[int, int], float]) -> tuple[float, float]:
-        """Return (latency, seconds) of messages in flight at the same time.
+        """Return (seconds of latency, seconds for the bytes without it) of messages in flight at
+        the same time.
 
-        Those of the slowest of: direct links, the devices' links to all others, and the uplinks of
-        blocks, out and in.
+        The bytes take as long as on the slowest of: direct links, the devices' links to all others,
+        and the uplinks of blocks, out and in. Messages of a device to itself take no time.
 
         Args:
             sizes: (source, target) -> bytes.

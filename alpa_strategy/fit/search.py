@@ -252,7 +252,7 @@ class RegularSearch:
         return self._ordered(conf for conf in smallest if conf not in usual)
 
     def _ordered(self, configurations: Iterable[Configuration]) -> list[Candidate]:
-        """Return configurations with their least seconds, the fastest first."""
+        """Return (least seconds, configuration) of each, the fastest first, without duplicates."""
         candidates = []
         for configuration in dict.fromkeys(configurations):
             num_stages = configuration.num_stages
@@ -455,7 +455,7 @@ class RegularSearch:
 
     @cached_property
     def _any_solver(self) -> StageSolver:
-        """The solver of the most micro-batches that the step can be split into."""
+        """The solver of the most micro-batches that the options allow; PlanError if none do."""
         for count in microbatch_counts(self.task.step, self.task.cluster, self.task.options):
             solver = self._solver(count)
             if solver is not None:

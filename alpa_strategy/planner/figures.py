@@ -198,7 +198,7 @@ def _half_precision(
 
 
 def _in(call: OpCall, dtype: torch.dtype) -> OpCall:
-    """Return a call whose float32 tensors have another dtype."""
+    """Return the call with its float32 tensors in `dtype`; that of a `PerRank` op unchanged."""
     if isinstance(call.target, PerRank):
         # It has the call on one rank's samples.
         return call

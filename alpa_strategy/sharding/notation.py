@@ -141,13 +141,14 @@ def line_of(operands: Iterable[Iterable[str]], result: Iterable[str], num_result
 def reduced_indices(
     rank: int, reduced: Collection[int], mark: str, keepdim: bool
 ) -> tuple[list[str], list[str]]:
-    """Write the indices of an op that reduces some dims: (of the operand, of the result).
+    """Return the indices of an op that reduces some dims: (of the operand, of the result), such as
+    (["x0", "k1!"], ["x0"]).
 
     Args:
         rank: of the operand.
         reduced: the dims.
         mark: what follows the index of a reduced dim, such as `!` if it must not be sharded.
-        keepdim: whether reduced dims stay in the result, with size 1.
+        keepdim: whether reduced dims stay in the result, with size 1, as `one1!`.
     """
     operand = []
     result = []

@@ -197,10 +197,12 @@ class JobSignals:
             raise KeyboardInterrupt
 
     def check_together(self) -> None:
-        """Check, before a collective, that all ranks come to it.
+        """Check, before a collective, that all ranks come to it, by what this rank knows. No
+        communication.
 
         Raises:
-            RuntimeMismatchError: this rank pauses while others train.
+            RuntimeMismatchError: others still train: this rank stops alone, or has come to an
+                evaluation or an epoch's end before them.
         """
         if not self._is_alone:
             return

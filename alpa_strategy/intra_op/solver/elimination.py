@@ -342,8 +342,9 @@ def join(factors: Sequence[Factor], scope: tuple[int, ...], sizes: Sequence[int]
 def _in_join_order(
     factors: Sequence[Factor], scope: tuple[int, ...], sizes: Sequence[int]
 ) -> list[np.ndarray]:
-    """Return the tables of factors in the order in which they are added up, with an axis for the
-    problems and for each variable of `scope`.
+    """Return the tables of factors in the order in which they are added up: the smallest, then
+    always the one that widens the sum least. They have an axis for the problems and for each
+    variable of `scope`, of size 1 for those that they lack.
     """
     axis = {v: i for i, v in enumerate(scope)}
     waiting: list[np.ndarray] = []
