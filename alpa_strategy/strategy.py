@@ -180,6 +180,9 @@ class AlpaStrategy(SavesPretrained, ParallelJob):
         eager_option(self.options, self.limits)
         submodule_options(self.options, self.limits, num_devices)
 
+        # This rank's device, once its process has its place.
+        self._device: torch.device | None = None
+
         # Result of `submodule_options`, once the job's devices are known.
         self._submodules: tuple[int, PlanOptions] | None = None
         self._reports = StepReports(self)
@@ -218,32 +221,31 @@ class AlpaStrategy(SavesPretrained, ParallelJob):
         """The parameters of `run`; None while there is none."""
         return None if self.run is None else self.run.store
 
-    @property
-    def _lightning_module(self) -> pl.LightningModule | None:
-        return self._connected_module
-
-    @_lightning_module.setter
-    def _lightning_module(self, module: pl.LightningModule | None) -> None:
-        """Store the module, without `torch.compile` around it.
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set an attribute; the Trainer's module without `torch.compile` around it.
 
         The Trainer refuses compiled modules for strategies that it does not know. Here the captured
-        step is compiled instead.
+        step is compiled instead. (A property would be read fifty times a step.)
         """
-        if module is not None and module._compiler_ctx is not None:
-            self._compiled_in = module._compiler_ctx["dynamo_ctx"]
-            to_uncompiled(module)
-        self._connected_module = module
+        is_module = name == "_lightning_module" and value is not None
+        if is_module and value._compiler_ctx is not None:
+            self._compiled_in = value._compiler_ctx["dynamo_ctx"]
+            to_uncompiled(value)
+        super().__setattr__(name, value)
 
-    @property
-    def precision_plugin(self) -> Precision:
-        """The Trainer's precision, or `MasterWeights` in its stead if `master_weights=True`."""
-        return super().precision_plugin
-
-    @precision_plugin.setter
+    @ParallelJob.precision_plugin.setter  # type: ignore[attr-defined]
     def precision_plugin(self, plugin: Precision | None) -> None:
+        """The Trainer's precision, or `MasterWeights` in its stead if `master_weights=True`."""
         if plugin is not None and self.limits.master_weights:
             plugin = with_masters(plugin)
         self._precision_plugin = plugin
+
+    @property
+    @override
+    def root_device(self) -> torch.device:
+        """This rank's device."""
+        # The base class reads an environment variable each time, and every batch asks.
+        return self._device or super().root_device
 
     @property
     def _module(self) -> pl.LightningModule:
@@ -305,7 +307,9 @@ class AlpaStrategy(SavesPretrained, ParallelJob):
 
     @override
     def setup_environment(self) -> None:
+        self._device = None
         super().setup_environment()
+        self._device = self.root_device
         self._loader_order.use(self._module.trainer, self.world_size)
         num_devices = self.num_nodes * self.num_processes
         replicas = self.limits.replicas
@@ -397,17 +401,19 @@ class AlpaStrategy(SavesPretrained, ParallelJob):
         self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any
     ) -> Tensor:
         """Run the backward; gradients are reduced before `on_after_backward` sees them."""
-        closure_loss = self.precision_plugin.pre_backward(closure_loss, self._module)
-        with self._session.in_backward(closure_loss):
-            self.precision_plugin.backward(closure_loss, self._module, optimizer, *args, **kwargs)
-        return self.precision_plugin.post_backward(closure_loss, self._module)
+        plugin, module = self.precision_plugin, self._module
+        loss = plugin.pre_backward(closure_loss, module)
+        self._session.backward(
+            loss, partial(plugin.backward, loss, module, optimizer, *args, **kwargs)
+        )
+        return plugin.post_backward(loss, module)
 
     @override
     def optimizer_step(
         self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any
     ) -> Any:
-        with self._session.stepping(closure) as closure:
-            return super().optimizer_step(optimizer, closure, model, **kwargs)
+        step = partial(super().optimizer_step, optimizer, model=model, **kwargs)
+        return self._session.optimizer_step(closure, step)
 
     # Evaluation: eager steps on gathered parameters
 

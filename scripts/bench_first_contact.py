@@ -14,7 +14,8 @@ times, and the median is kept.
 
 Then `ddp` and `alpa` with its stored plan live at the same time and take turns of a few steps
 (`bench_turns.py`). The ratio of their steps is the median over neighbouring turns, with quartiles:
-on a machine whose speed changes between seconds, steps of two separate runs say little.
+on a machine whose speed changes between seconds, steps of two separate runs say little. Where
+other work runs as well, quick steps need more of them: `--turns 40`.
 """
 
 from __future__ import annotations
@@ -130,17 +131,17 @@ def worker_command(
     return command
 
 
-def step_ratio(program: str, ranks: int, folder: str) -> dict[str, Any]:
+def step_ratio(program: str, ranks: int, folder: str, num_turns: int = NUM_TURNS) -> dict[str, Any]:
     """Time `ddp` and `alpa` with the plan stored in `folder` in turns; return the row of both."""
     jobs = []
     for strategy in ("ddp", "alpa stored"):
-        num_steps = NUM_TURNS * STEPS_PER_TURN
+        num_steps = num_turns * STEPS_PER_TURN
         command = worker_command(program, ranks, strategy, folder, num_steps)
         jobs.append(TurnJob(strategy.split()[0], command, user_threads()))
     seconds = run_in_turns(
         jobs,
         ranks,
-        NUM_TURNS,
+        num_turns,
         STEPS_PER_TURN,
         Path(folder) / TURNS,
         of_turn=statistics.median,
@@ -182,7 +183,7 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
                 with tempfile.TemporaryDirectory() as folder:
                     for strategy in STRATEGIES:
                         _add(rows, run_job(args, program, ranks, strategy, folder), args)
-                    _add(rows, step_ratio(program, ranks, folder), args)
+                    _add(rows, step_ratio(program, ranks, folder, args.turns), args)
     return rows
 
 
@@ -336,6 +337,9 @@ def main() -> int:
     parser.add_argument("--ranks", type=int, nargs="*", default=[1, 2])
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument(
+        "--turns", type=int, default=NUM_TURNS, help="of each job; more on a busy machine"
+    )
     parser.add_argument("--json", help="a file of figures that is added to")
     parser.add_argument("--report", action="store_true", help="print the table of --json only")
     parser.add_argument("--write", action="store_true", help="--report, and write it to the docs")

@@ -443,13 +443,21 @@ def _without_writing(packet: Any, target: OpOverload) -> OpOverload | None:
 
     Its name may be another one, as for `pow_`.
     """
-    wanted = [(a.name, str(a.type)) for a in target._schema.arguments if a.name != "out"]
+    wanted = _arguments_of(target)
     for name in packet.overloads():
         overload = getattr(packet, name)
-        arguments = [(a.name, str(a.type)) for a in overload._schema.arguments]
-        if arguments == wanted and not _written(overload):
+        if _arguments_of(overload) == wanted and not _written(overload):
             return overload
     return None
+
+
+def _arguments_of(overload: OpOverload) -> list[tuple[str, str]]:
+    """Return names and types of the arguments except `out`. The first one's name does not count:
+    `dropout_` calls its `self`, `dropout` its `input`.
+    """
+    arguments = [argument for argument in overload._schema.arguments if argument.name != "out"]
+    named = [(argument.name, str(argument.type)) for argument in arguments]
+    return [("", kind) for _, kind in named[:1]] + named[1:]
 
 
 def new_value(

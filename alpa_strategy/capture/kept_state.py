@@ -30,6 +30,7 @@ from alpa_strategy.capture.python_state import (
     is_librarys_by_descent,
     is_own_class,
     is_user_class,
+    stored_items,
 )
 from alpa_strategy.capture.snapshots import Kind, NamesThatCount, OfData, Snapshot, take
 from alpa_strategy.ir.places import Place
@@ -110,7 +111,7 @@ def snapshots_in(
 
         has_items = isinstance(value, list | dict | deque | tuple) and len(value) <= MAX_ITEMS
         if has_items and is_shallow:
-            inner = value.items() if container is dict else enumerate(value)
+            inner = stored_items(value).items() if container is dict else enumerate(value)
             for key, held in inner:
                 waiting.append(_Item(held, (*item.keys, key), item.is_inside, item.of_library))
 

@@ -133,11 +133,7 @@ def attribute_reads(module: nn.Module) -> Iterator[Reads]:
 
 
 def refuse_iterator() -> NoReturn:
-    """Refuse an iterator that lives longer than the step.
-
-    Raises:
-        CaptureError: always.
-    """
+    """Raise the CaptureError for an iterator that lives longer than the step."""
     raise CaptureError(
         f"the step takes the next of an iterator that it has not made ({user_frame()}): the"
         " captured step would use "
@@ -285,6 +281,9 @@ def _attribute_guard(owner: Any, name: str, label: str) -> ValueGuard | None:
     return ValueGuard(label, name, namespace, snapshot(value))
 
 
+_HAS_FORWARD = operator.methodcaller("__contains__", "forward")
+
+
 def _hooks_guard(module: nn.Module) -> ValueGuard:
     """Return the guard on the hooks and replaced forwards of all submodules, and global hooks."""
     attributes = [vars(child) for child in module.modules()]
@@ -292,6 +291,9 @@ def _hooks_guard(module: nn.Module) -> ValueGuard:
     hook_dicts += [vars(nn.modules.module)[f"_global{name}"] for name in MODULE_HOOKS]
 
     def current(_: str) -> list[Any]:
+        # Every step asks, and few modules have any.
+        if not any(hook_dicts) and not any(map(_HAS_FORWARD, attributes)):
+            return []
         hooks: list[Any] = [dict(hook_dict) for hook_dict in hook_dicts if hook_dict]
         return hooks + [of_child["forward"] for of_child in attributes if "forward" in of_child]
 

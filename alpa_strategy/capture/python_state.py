@@ -119,7 +119,7 @@ def snapshot(value: Any, depth: int = 0) -> Any:
         return Same(value, lambda container: container, SameItems(value))
     if depth < MAX_DEPTH:
         if isinstance(value, dict):
-            return {k: snapshot(v, depth + 1) for k, v in value.items()}
+            return {k: snapshot(v, depth + 1) for k, v in stored_items(value).items()}
         for sequence in (list, tuple, deque):
             if isinstance(value, sequence):
                 return sequence(snapshot(v, depth + 1) for v in value)
@@ -227,7 +227,7 @@ def is_configuration(value: Any) -> bool:
 def is_plain(value: Any) -> bool:
     """Whether `value` is a number, a text, None, or a container of such."""
     if isinstance(value, dict):
-        return all(map(is_plain, value.values()))
+        return all(map(is_plain, stored_items(value).values()))
     kinds = (list, tuple, set, frozenset, torch.Size)
     return all(map(is_plain, value)) if type(value) in kinds else type(value) in PLAIN
 
@@ -319,6 +319,15 @@ def is_user_module(value: Any) -> bool:
 def dict_of(value: dict[Any, Any]) -> type[dict[Any, Any]]:
     """Return the type of dict that a copy of `value` should have."""
     return OrderedDict if isinstance(value, OrderedDict) else dict
+
+
+def stored_items(value: dict[Any, Any]) -> dict[Any, Any]:
+    """Return a dict with the items that are stored in one of any class.
+
+    Methods of a subclass may return others, or compute them (transformers' ACT2FN, and its tables
+    of models, which import a model when they are read).
+    """
+    return dict(dict_of(value).items(value))
 
 
 def put(owner: Any, name: str, value: Any) -> None:

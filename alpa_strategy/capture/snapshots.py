@@ -26,10 +26,10 @@ from alpa_strategy.capture.python_state import (
     MAX_DEPTH,
     PLAIN,
     SHARED,
-    dict_of,
     has_fields,
     is_user_class,
     put,
+    stored_items,
 )
 from alpa_strategy.ir.guards import MISSING
 from alpa_strategy.ir.places import Place
@@ -164,11 +164,8 @@ def _copy_of_container(value: Any) -> Any:
 
 
 def _raw(value: Any) -> Any:
-    """Return a container, a dict with its stored items.
-
-    Methods of a dict's subclass may return others (transformers' ACT2FN).
-    """
-    return dict(dict_of(value).items(value)) if isinstance(value, dict) else value
+    """Return a container, a dict with its stored items."""
+    return stored_items(value) if isinstance(value, dict) else value
 
 
 def _appended(items: Any, old: Any) -> list[Any] | None:
@@ -226,7 +223,7 @@ def _values_in(value: Any, depth: int = 0) -> Iterator[Any]:
         return
     inner: Iterable[Any] = ()
     if isinstance(value, dict):
-        inner = value.values()
+        inner = stored_items(value).values()
     elif isinstance(value, list | tuple | set | frozenset | deque):
         inner = value
     elif is_user_class(type(value)) and has_fields(value):

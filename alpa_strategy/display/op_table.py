@@ -14,6 +14,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import torch
 from rich import box
 from rich.console import Group, RenderableType
 from rich.table import Table
@@ -21,8 +22,9 @@ from rich.text import Text
 
 from alpa_strategy.errors import OptionError, did_you_mean
 from alpa_strategy.files import FINDINGS, shipped_folder
+from alpa_strategy.ir.op import target_name
 from alpa_strategy.sharding.notation_rules import NOTATION
-from alpa_strategy.sharding.rule_table import FAMILIES, UNTAGGED_POINTWISE
+from alpa_strategy.sharding.rule_table import FAMILIES, UNTAGGED_POINTWISE, is_pointwise
 
 STORED = shipped_folder(FINDINGS) / "op_coverage.json"
 # Strategies that are shown of an op whose rule is no fixed line.
@@ -59,7 +61,7 @@ def op_rows(pattern: str = "*") -> list[OpRow]:
     """Return the ops whose names match a glob pattern; `linear` stands for `*linear*`.
 
     Raises:
-        OptionError: no op matches.
+        OptionError: no op matches, or the op that is named has no rule.
     """
     rows = _all_rows()
     globs = [pattern]
@@ -71,14 +73,7 @@ def op_rows(pattern: str = "*") -> list[OpRow]:
     for row in rows:
         if any(fnmatchcase(row.op, glob) for glob in globs):
             matching.append(row)
-    if not matching:
-        near = did_you_mean(pattern, [row.op for row in rows])
-        raise OptionError(
-            f"no op matches {pattern!r}",
-            f"{near} Ops are named as in aten.linear.default; one that is not listed runs unsharded"
-            " on every device, unless register_sharding gives it a rule".lstrip(),
-        )
-    return matching
+    return matching or _unlisted_rows(pattern)
 
 
 def op_table(rows: Sequence[OpRow]) -> RenderableType:
@@ -116,6 +111,47 @@ def rule_lines() -> dict[str, tuple[str, str]]:
         lines[name] = ("notation", rule.line if isinstance(rule.line, str) else "")
     lines |= dict.fromkeys(FAMILIES, ("rule", ""))
     return lines | dict.fromkeys(UNTAGGED_POINTWISE, ("pointwise", ""))
+
+
+def _unlisted_rows(pattern: str) -> list[OpRow]:
+    """Return the overloads of one op that the table lacks because PyTorch has no samples of it.
+
+    Raises:
+        OptionError: PyTorch has no such op, or the op has no rule.
+    """
+    namespace, name, overload = _parts_of_name(pattern)
+    packet = getattr(getattr(torch.ops, namespace), name, None)
+    targets = []
+    if isinstance(packet, torch._ops.OpOverloadPacket):
+        for overload_name in packet.overloads():
+            if overload in ("", overload_name):
+                targets.append(getattr(packet, overload_name))
+    if not targets:
+        near = did_you_mean(pattern, [row.op for row in _all_rows()])
+        raise OptionError(
+            f"no op matches {pattern!r}", f"{near} Ops are named as in aten.linear.default".lstrip()
+        )
+
+    rows = []
+    for target in targets:
+        if is_pointwise(target):
+            rows.append(OpRow(target_name(target), "pointwise", "", (), 0, (), ""))
+    if not rows:
+        op = f"{namespace}::{name}" + (f".{overload}" if overload else "")
+        raise OptionError(
+            f"{op} has no sharding rule: it runs in full on every device",
+            f"give it one with register_sharding({op!r}, ...), see docs/extending.md",
+        )
+    return rows
+
+
+def _parts_of_name(pattern: str) -> tuple[str, str, str]:
+    """Return namespace, name and overload of `aten.ger*`, `aten::ger.default` or `ger`."""
+    text = pattern.replace("::", ".").strip("*.")
+    if "." not in text:
+        text = f"aten.{text}"
+    namespace, name, overload, *_ = [*text.split("."), ""]
+    return namespace, name, overload
 
 
 @cache

@@ -1,6 +1,19 @@
 """Configurations of equal stages on equal meshes."""
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
+
+from alpa_strategy.inter_op.stage_cost import StageCost
+from alpa_strategy.inter_op.stage_costs import StageCostTask
+from alpa_strategy.ir.graph import StepGraph
+from alpa_strategy.microbatch.transform import num_split_samples
+from alpa_strategy.planner.figures import num_tokens
+from alpa_strategy.sharding.cross_mesh import boundary_link
+
+# Tokens of a micro-batch, about, on each device that computes sequences of its own.
+_TOKENS_OF_A_DEVICE = (4096, 16384)
 
 
 @dataclass(frozen=True)
@@ -37,3 +50,54 @@ class Estimate:
 
     seconds: float
     configuration: Configuration
+
+
+def usual_sequences(step: StepGraph) -> tuple[float, ...]:
+    """Return the sequences of a micro-batch to try on each device that computes some of its own: at
+    least one.
+    """
+    num_sequences = num_split_samples(step)
+    length = num_tokens(step, num_sequences) / num_sequences
+    least, *more = _TOKENS_OF_A_DEVICE
+    first = max(1.0, least / max(1.0, length))
+    return (first, *(first * tokens / least for tokens in more))
+
+
+def equal_stages(layer_seconds: Sequence[float], num_stages: int) -> list[int]:
+    """Return the first layer of each stage, and the number of layers: stages of about equal
+    seconds.
+    """
+    ends = list(accumulate(layer_seconds))
+    bounds = [0]
+    for index in range(1, num_stages):
+        goal = ends[-1] * index / num_stages
+        least = bounds[-1] + 1
+        most = len(layer_seconds) - (num_stages - index)
+        nearest = min(range(least, most + 1), key=lambda last: abs(ends[last - 1] - goal))
+        bounds.append(nearest)
+    return [*bounds, len(layer_seconds)]
+
+
+def stage_bytes(cost: StageCost, alive: int, remat: bool, share: float) -> float:
+    """Return the bytes of a stage of 1 / share layers: they use temporary memory in turn."""
+    again = max(cost.again) if remat else 0.0
+    of_layer = cost.always + (cost.segment_inputs if remat else cost.saved) * alive
+    return of_layer / share + again + cost.working
+
+
+def wire_seconds(job: StageCostTask, cut: int, submesh: tuple[int, int], index: int) -> float:
+    """Return the seconds of a micro-batch's messages across a cut, and back.
+
+    Args:
+        cut: index of the layer after it.
+        submesh: of each of the equal stages.
+        index: of the stage before it.
+    """
+    cluster = job.cluster
+    last_sender = (index + 1) * math.prod(submesh) - 1
+    per_node = cluster.devices_per_node
+    crosses_nodes = last_sender // per_node != (last_sender + 1) // per_node
+    link = boundary_link(submesh, submesh, cluster, crosses_nodes)
+    num_bytes = job.crossing_bytes[cut]
+    messages = int((num_bytes > 0).sum())
+    return messages * link.latency + float(num_bytes.sum()) / link.bandwidth

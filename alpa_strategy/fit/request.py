@@ -7,6 +7,7 @@ from typing import Any
 
 from alpa_strategy.errors import OptionError, check_names
 from alpa_strategy.files import BadFileError, read_json
+from alpa_strategy.hf.config_text import config_fields
 from alpa_strategy.hf.libraries import library
 
 # Before the path or name of a model, in place of a recipe.
@@ -142,9 +143,10 @@ def config_object(request: FitRequest) -> Any:
         OptionError: transformers does not know the model's type, or refuses a value.
     """
     transformers = library("transformers")
-    settings = dict(request.config)
-    model_type = str(settings.pop("model_type"))
+    model_type = str(request.config["model_type"])
     try:
+        settings = config_fields(json.dumps(request.config))
+        settings.pop("model_type")
         return transformers.AutoConfig.for_model(model_type, **settings)
     # Each class of configuration checks its values with errors of its own.
     except Exception as error:

@@ -14,10 +14,18 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property
-from itertools import accumulate, pairwise
+from itertools import pairwise
 
 from alpa_strategy.errors import DoesNotFitError, PlanError
-from alpa_strategy.fit.configurations import Candidate, Configuration, Estimate
+from alpa_strategy.fit.configurations import (
+    Candidate,
+    Configuration,
+    Estimate,
+    equal_stages,
+    stage_bytes,
+    usual_sequences,
+    wire_seconds,
+)
 from alpa_strategy.fit.failures import Failure, needed_bytes, nothing_fits, with_need
 from alpa_strategy.inter_op.mesh_options import allowed_shapes
 from alpa_strategy.inter_op.pins import Place, layers_of
@@ -28,20 +36,16 @@ from alpa_strategy.inter_op.stage_fit import does_not_fit
 from alpa_strategy.inter_op.stage_solve import SolvedStage, StageRequest, StageSolver
 from alpa_strategy.ir.graph import StepGraph
 from alpa_strategy.ir.plan import NO_BOUND, Plan
-from alpa_strategy.microbatch.transform import microbatch
+from alpa_strategy.microbatch.transform import microbatch, num_split_samples
 from alpa_strategy.planner.assembly import plan_of
 from alpa_strategy.planner.cost_task import stage_cost_task
 from alpa_strategy.planner.figures import with_figures
 from alpa_strategy.planner.microbatch_search import microbatch_counts
 from alpa_strategy.planner.task import PlanTask
 from alpa_strategy.schedules import in_flight, refusal
-from alpa_strategy.sharding.cross_mesh import boundary_link
 
 # The order of work of several stages.
 SCHEDULE = "1F1B"
-
-# Sequences of a micro-batch on each device that computes sequences of its own.
-_SEQUENCES_OF_A_DEVICE = (1, 4)
 
 # Configurations that may fit by their least memory and are estimated; and that are solved exactly.
 _MAX_ESTIMATED = 8
@@ -92,6 +96,8 @@ class RegularSearch:
         # By number of micro-batches; None: the step cannot be split so.
         self._solvers: dict[int, StageSolver | None] = {}
         self._named_solvers: dict[Hashable, StageSolver] = {}
+        # By number of micro-batches, and whether layers are recomputed.
+        self._costs_alone: dict[tuple[int, bool], StageCost] = {}
         # By names and kinds of a micro-batch's ops.
         self._layers_by_ops: dict[Hashable, Layers] = {}
 
@@ -226,13 +232,13 @@ class RegularSearch:
         solved: list[SolvedStage] = []
         wires: list[float] = []
         first_devices: list[int] = []
-        bounds = self._stage_bounds(configuration)
+        bounds = equal_stages(self._layer_seconds, configuration.num_stages)
         for index, (first, last) in enumerate(pairwise(bounds)):
             request = self._request(job, first, last, configuration, alive[index])
             solved.append(solve(solver, request))
             first_devices.append(index * num_devices)
             is_last = index == configuration.num_stages - 1
-            wires.append(0.0 if is_last else self._wire_seconds(job, last, submesh, index))
+            wires.append(0.0 if is_last else wire_seconds(job, last, submesh, index))
         plan = plan_of(job, self.task.fingerprint, solved, first_devices, SCHEDULE, wires)
         notes = (*job.graph.notes, *plan.notes)
         return replace(plan, notes=notes)
@@ -241,13 +247,13 @@ class RegularSearch:
 
     def candidates(self) -> list[Candidate]:
         """Return the usual configurations, the fastest first."""
-        return self._ordered(self._configurations(_SEQUENCES_OF_A_DEVICE))
+        return self._ordered(self._configurations(usual_sequences(self.task.step)))
 
     def small_candidates(self) -> list[Candidate]:
         """Return configurations with the most micro-batches that are not among the usual ones, the
         fastest first: they need the least memory, and leave devices parts of sequences.
         """
-        usual = set(self._configurations(_SEQUENCES_OF_A_DEVICE))
+        usual = set(self._configurations(usual_sequences(self.task.step)))
         smallest = self._configurations((0,))
         return self._ordered(conf for conf in smallest if conf not in usual)
 
@@ -282,7 +288,7 @@ class RegularSearch:
         seconds = 3 * mesh.axes[0].seconds("all_gather", gathered)
         return configuration.num_microbatches * (1 - cluster.overlap) * seconds
 
-    def _configurations(self, sequences: Sequence[int]) -> Iterator[Configuration]:
+    def _configurations(self, sequences: Sequence[float]) -> Iterator[Configuration]:
         """Yield the configurations to solve: numbers of stages, logical meshes, micro-batches,
         recomputation.
 
@@ -291,9 +297,8 @@ class RegularSearch:
                 few as possible.
         """
         options = self.task.options
-        cluster = self.task.cluster
-        counts = microbatch_counts(self.task.step, cluster, options)
-        num_sequences = max(counts)
+        counts = self._counts
+        num_sequences = num_split_samples(self.task.step)
         remats: tuple[bool, ...] = (False, True)
         if isinstance(options.remat, bool):
             remats = (options.remat,)
@@ -303,8 +308,10 @@ class RegularSearch:
             submesh = self._submesh(num_stages)
             for shape in self._shapes(submesh):
                 for per_device in sequences:
-                    wanted = num_sequences / max(1, per_device * shape[0])
-                    count = min(counts, key=lambda count: abs(math.log(count / max(1, wanted))))
+                    # With two for each stage, stages are idle for a third of the step.
+                    least = 1 if num_stages == 1 else 2 * num_stages
+                    wanted = max(least, num_sequences / max(1, per_device * shape[0]))
+                    count = min(counts, key=lambda count: abs(math.log(count / wanted)))
                     if num_stages > 1 and refusal(SCHEDULE, num_stages, count):
                         continue
                     for remat in remats:
@@ -374,7 +381,7 @@ class RegularSearch:
                     continue
                 named = replace(configuration, names=names)
                 cost = self._middle(named, self._submesh(named.num_stages)).cost
-                num_bytes = _stage_bytes(cost, alive, named.remat, share)
+                num_bytes = stage_bytes(cost, alive, named.remat, share)
                 if num_bytes <= self.task.memory_limit:
                     fitting.append(Estimate(self._step_seconds(named, cost, share), named))
                 least_bytes = min(least_bytes, num_bytes)
@@ -400,14 +407,23 @@ class RegularSearch:
 
     def _least_bytes_of_stage(self, configuration: Configuration) -> float:
         """Return the bytes of a stage of middle layers if its devices shared them evenly."""
-        # Names of the mesh's axes have no meaning on one device.
-        alone = replace(configuration, logical_mesh=(1,), names=("auto",))
-        cost = self._middle(alone, (1, 1)).cost
+        cost = self._middle_alone(configuration)
         alive = self._alive(configuration)[0]
         remat = configuration.remat
         in_use = cost.always + (cost.segment_inputs if remat else cost.saved) * alive
         num_devices = math.prod(self._submesh(configuration.num_stages))
         return in_use / num_devices / self._layer_share(configuration.num_stages)
+
+    def _middle_alone(self, configuration: Configuration) -> StageCost:
+        """Return the cost of the middle layer on one device, which meshes and stages of other sizes
+        share.
+        """
+        key = configuration.num_microbatches, configuration.remat
+        if key not in self._costs_alone:
+            # Names of the mesh's axes have no meaning on one device.
+            alone = replace(configuration, logical_mesh=(1,), names=("auto",))
+            self._costs_alone[key] = self._middle(alone, (1, 1)).cost
+        return self._costs_alone[key]
 
     def _names(self, shape: tuple[int, ...]) -> list[tuple[str, ...]]:
         """Return named plans that need less memory than the fastest one, an entry per mesh axis."""
@@ -449,9 +465,10 @@ class RegularSearch:
 
     @cached_property
     def _ideal_seconds(self) -> float:
-        """Seconds of a step if all devices were always busy with its ops alone."""
-        count = self._any_solver.job.num_microbatches
-        return count * sum(self._layer_seconds) / self.task.cluster.num_devices
+        """Seconds of the undivided step's ops if all devices were always busy with them."""
+        costs = self.task.op_costs
+        seconds = sum(sum(costs.op_seconds(op.call)) for op in self.task.step.ops)
+        return seconds / self.task.cluster.num_devices
 
     @cached_property
     def _any_solver(self) -> StageSolver:
@@ -462,6 +479,16 @@ class RegularSearch:
                 return solver
         _, error = self.failures[-1]
         raise error
+
+    @cached_property
+    def _counts(self) -> list[int]:
+        """The numbers of micro-batches to try, of those that the step can be split into: experts in
+        one grouped matmul sort the rows of all samples.
+        """
+        counts = microbatch_counts(self.task.step, self.task.cluster, self.task.options)
+        if self._any_solver.job.num_microbatches == counts[0]:
+            return counts
+        return [count for count in counts if self._solver(count) is not None]
 
     @property
     def _num_layers(self) -> int:
@@ -564,37 +591,3 @@ class RegularSearch:
         if configuration.num_stages == 1:
             return (1,)
         return in_flight(SCHEDULE, configuration.num_stages, configuration.num_microbatches)
-
-    def _stage_bounds(self, configuration: Configuration) -> list[int]:
-        """Return the first layer of each stage, and the number of layers: about equal seconds."""
-        weights = self._layer_seconds
-        ends = list(accumulate(weights))
-        num_stages = configuration.num_stages
-        bounds = [0]
-        for index in range(1, num_stages):
-            goal = ends[-1] * index / num_stages
-            least = bounds[-1] + 1
-            most = len(weights) - (num_stages - index)
-            nearest = min(range(least, most + 1), key=lambda last: abs(ends[last - 1] - goal))
-            bounds.append(nearest)
-        return [*bounds, len(weights)]
-
-    def _wire_seconds(
-        self, job: StageCostTask, cut: int, submesh: tuple[int, int], index: int
-    ) -> float:
-        """Return the seconds of a micro-batch's messages over a cut after mesh `index` and back."""
-        cluster = self.task.cluster
-        last_sender = (index + 1) * math.prod(submesh) - 1
-        per_node = cluster.devices_per_node
-        crosses_nodes = last_sender // per_node != (last_sender + 1) // per_node
-        link = boundary_link(submesh, submesh, cluster, crosses_nodes)
-        num_bytes = job.crossing_bytes[cut]
-        messages = int((num_bytes > 0).sum())
-        return messages * link.latency + float(num_bytes.sum()) / link.bandwidth
-
-
-def _stage_bytes(cost: StageCost, alive: int, remat: bool, share: float) -> float:
-    """Return the bytes of a stage of 1 / share layers: they use temporary memory in turn."""
-    again = max(cost.again) if remat else 0.0
-    of_layer = cost.always + (cost.segment_inputs if remat else cost.saved) * alive
-    return of_layer / share + again + cost.working

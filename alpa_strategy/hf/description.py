@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from alpa_strategy.errors import CheckpointError
+from alpa_strategy.hf.config_text import config_fields
 from alpa_strategy.hf.libraries import library
 
 # Entry of a checkpoint.
@@ -94,7 +95,7 @@ def rebuild(description: dict[str, Any]) -> nn.Module:
             "install the version with which the model was trained",
         )
 
-    config = model_class.config_class.from_dict(json.loads(description["config"]))
+    config = model_class.config_class.from_dict(config_fields(description["config"]))
     config._name_or_path = description["source"]
     with torch.device("meta"):
         model = model_class(config)

@@ -43,6 +43,9 @@ class ParameterSource:
         self.tensor = tensor
         self._read = read
 
+        # A buffer is each rank's: statistics of its samples.
+        self.is_of_rank = not isinstance(tensor, nn.Parameter)
+
         # The full values, while they are in use.
         self.values: Tensor | None = None
 

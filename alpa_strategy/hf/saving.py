@@ -226,7 +226,8 @@ def _saving_on_every_rank(model: nn.Module) -> Iterator[None]:
 def _write_all(
     state: LazyState, files: Sequence[FileContents], layouts: Sequence[Layout], staging: Path
 ) -> None:
-    """Write all tensors, each by the rank that has written the fewest bytes so far. Collective.
+    """Write all tensors, buffers by rank 0, each other one by the rank that has written the fewest
+    bytes so far. Collective.
 
     Args:
         state: the tensors.
@@ -249,7 +250,9 @@ def _write_all(
             _load(needed, in_use)
             in_use = needed
 
-            writer = num_bytes_of_rank.index(min(num_bytes_of_rank))
+            # As in a checkpoint, buffers are rank 0's.
+            is_of_rank = any(source.is_of_rank for source in needed)
+            writer = 0 if is_of_rank else num_bytes_of_rank.index(min(num_bytes_of_rank))
             num_bytes_of_rank[writer] += tensor.numel() * tensor.element_size()
             if writer == rank and failure is None:
                 written.add(path)

@@ -95,7 +95,9 @@ def _content(part: StepGraph, options: PlanOptions) -> tuple[tuple, dict[int, in
     constants = tuple((position(c.value), c.meta) for c in part.constants)
 
     metas = part.values
-    received = tuple((position(value), metas[value]) for value in part.received)
+    received = tuple(
+        (position(value), metas[value], value in part.received_constants) for value in part.received
+    )
     sent = tuple((position(value), metas[value]) for value in part.sent)
     escaping = tuple(position(value) for value in part.escaping)
 

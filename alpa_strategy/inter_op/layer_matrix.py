@@ -420,6 +420,8 @@ def _followed(
         leader: the value that leads; None: there is none.
         layouts: of the leader.
     """
+    if len(value_layouts) == 1:
+        return np.zeros(len(layouts), dtype=int)
     if value == leader:
         return np.array([value_layouts.index(layout) for layout in layouts])
     shape = graph.values[value].shape

@@ -46,7 +46,7 @@ def job_key(job: "StageCostTask") -> tuple[object, ...]:
     graph = job.graph
     return (
         (graph.graph_digest, graph.parameter_digest, graph.batch_digest, graph.batch_scope),
-        (graph.values, graph.received, graph.sent, graph.escaping),
+        (graph.values, graph.received, graph.received_constants, graph.sent, graph.escaping),
         (job.cuts, job.num_microbatches, job.memory_limit, job.remat, job.is_whole_batch),
         job.overlaps_matmuls,
         [sorted(places) for places in job.places],

@@ -227,6 +227,9 @@ class _Builder:
         choice.
         """
         layouts = boundary_layouts(self._step.values[value], self._mesh.shape)
+        if kind == "received" and value in self._step.received_constants:
+            # Layouts of rotary tables would tie all layers of a stage to one another.
+            layouts = self._tables.only_unsharded
         saved_bytes = [
             local_bytes(self._step.values[value], layout, self._mesh.shape) for layout in layouts
         ]
@@ -432,6 +435,7 @@ def constant_values(step: StepGraph) -> frozenset[int]:
     Every device computes them in full: they are little work, and no layout has to be chosen.
     """
     values = {constant_input.value for constant_input in step.constant_inputs}
+    values.update(step.received_constants)
     for op in step.ops:
         if values.issuperset(op.operands) and not is_random(op.call):
             values.update(op.results)

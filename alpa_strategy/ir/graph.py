@@ -302,6 +302,10 @@ class StepGraph:
     # indices are those of the full step.
     received: tuple[int, ...] = ()
 
+    # Of `received`: those that are made of buffers and constants alone (rotary tables, masks). They
+    # are small, and every device gets them in full.
+    received_constants: tuple[int, ...] = ()
+
     # Of a stage: the values that later stages need.
     sent: tuple[int, ...] = ()
 
@@ -371,6 +375,7 @@ class StepGraph:
             constants=tuple(c for c in self.constants if c.value in read),
             ops=tuple(ops),
             received=(),
+            received_constants=(),
             sent=(),
         )
         return part.bare(leaving)
@@ -441,6 +446,18 @@ class StepGraph:
     def makers(self) -> dict[int, int]:
         """Value index -> index of the op that computes it."""
         return {value: index for index, op in enumerate(self.ops) for value in op.results}
+
+    @cached_property
+    def made_of_constants(self) -> frozenset[int]:
+        """Values of ops that are made of buffers and constants alone, without random numbers."""
+        constants = {constant.value for constant in self.constant_inputs}
+        constants.update(self.received_constants)
+        results: set[int] = set()
+        for op in self.ops:
+            if constants.issuperset(op.operands) and op.call.is_deterministic:
+                constants.update(op.results)
+                results.update(op.results)
+        return frozenset(results)
 
     def name_of(self, value: int) -> str:
         """Return the name of a value: of the parameter that it is made of, or of its op."""

@@ -106,6 +106,13 @@ class OpCall:
         """Printable name, for example `aten.linear.default`."""
         return target_name(self.target)
 
+    @property
+    def is_deterministic(self) -> bool:
+        """Whether the op is one of PyTorch's that draw no random numbers."""
+        if not isinstance(self.target, torch._ops.OpOverload) or self.target.namespace != "aten":
+            return False
+        return torch.Tag.nondeterministic_seeded not in self.target.tags
+
     def call(self, *operands: Any) -> Any:
         """Call the target with `operands` (real or fake tensors) in place of the slots."""
 

@@ -46,6 +46,8 @@ def slice_stage(step: StepGraph, first: int, last: int) -> StepGraph:
     read.update(values_of((output, records)), [loss] if loss >= 0 else [])
     here = {value for op in ops for value in op.results}
     handed_in = set(step.received) | {value for value, op in maker.items() if op < first}
+    received = tuple(sorted(read & handed_in))
+    constants = step.made_of_constants.union(step.received_constants)
     buffers = []
     for buffer in step.buffers:
         if buffer.update in updates:
@@ -58,7 +60,8 @@ def slice_stage(step: StepGraph, first: int, last: int) -> StepGraph:
         loss=loss,
         output=output,
         **records,
-        received=tuple(sorted(read & handed_in)),
+        received=received,
+        received_constants=tuple(value for value in received if value in constants),
         sent=tuple(sorted(v for v in here if v in step.sent or step.last_readers[v] >= last)),
     )
 

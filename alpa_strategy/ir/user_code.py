@@ -368,7 +368,8 @@ def functions_of(value: Any, names: set[str]) -> Iterator[Any]:
         value: a function, a module, a class, an object, or a container of these.
     """
     if isinstance(value, list | tuple | dict) and len(value) <= _MAX_ITEMS:
-        for item in value.values() if isinstance(value, dict) else value:
+        # A subclass's own `values` may compute them.
+        for item in dict.values(value) if isinstance(value, dict) else value:
             yield from _functions_of_one(item, names)
     yield from _functions_of_one(value, names)
 

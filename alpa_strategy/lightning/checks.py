@@ -27,6 +27,8 @@ AFTER_BACKWARD = (
 # Hooks between a step and the update of its weights.
 UPDATE_HOOKS = ("on_before_backward", "backward", *AFTER_BACKWARD)
 
+_MISSING = object()
+
 
 def check_module(module: Any) -> None:
     """Check that a module has something to train and a step that receives batches.
@@ -94,12 +96,16 @@ def check_optimizers(optimizers: Iterable[Any]) -> None:
 def is_overridden(owner: Any, name: str, base: type) -> bool:
     """Whether `owner` has a hook `name` that differs from that of `base`."""
     # Runs at every step, so no bound method is made.
-    instance_attributes = owner.__dict__
-    if name in instance_attributes:
-        hook = instance_attributes[name]
-    else:
+    hook = owner.__dict__.get(name, _MISSING)
+    if hook is _MISSING:
         hook = getattr(type(owner), name, None)
-    return hook is not None and getattr(hook, "__func__", hook) is not getattr(base, name, None)
+    of_base = getattr(base, name, None)
+    return hook is not of_base and hook is not None and _function(hook) is not of_base
+
+
+def _function(hook: Any) -> Any:
+    """Return the function of a method, any other hook unchanged."""
+    return getattr(hook, "__func__", hook)
 
 
 def check_replicas(replicas: int | None, batch_scope: str, nodes: int, devices: int) -> None:

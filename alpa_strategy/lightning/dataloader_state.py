@@ -25,8 +25,8 @@ def random_state() -> dict[str, Any]:
     """
     states = _collect_rng_states(include_cuda=False)
     # int64, as values for other ranks are pickled in a form without unsigned numbers.
-    states = pytree.tree_map_only(
-        numpy.ndarray, lambda keys: torch.from_numpy(keys.astype("int64")), states
+    states["numpy"] = pytree.tree_map_only(
+        numpy.ndarray, lambda keys: torch.from_numpy(keys.astype("int64")), states["numpy"]
     )
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         states["cuda"] = torch.cuda.get_rng_state()

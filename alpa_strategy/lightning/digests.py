@@ -150,6 +150,8 @@ class ReplicaChecksum:
         self._writes = writes
         self._buffers = tuple(buffer.name for buffer in buffers)
         self._first = torch.empty(0)
+        # Of what is compared; nothing on one device.
+        self.names: tuple[str, ...] = ()
         # Names of parameters whose copies differ by what steps write to them.
         self.differing = set(differing)
         if every and world_size() > 1:
@@ -166,7 +168,7 @@ class ReplicaChecksum:
 
     def due(self, step: int) -> bool:
         """Whether step number `step` (from 1) is checked."""
-        if self._first.numel() == 0:
+        if not self.names:
             return False
         if step % self._every == 0:
             return True

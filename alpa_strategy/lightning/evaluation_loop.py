@@ -42,13 +42,31 @@ def is_last_of_loader(trainer: Any, batch_idx: int = 0, dataloader_idx: int | No
     return next_loader(trainer, loader, batch_idx) != loader
 
 
-def step_counters(trainer: Any, batch_idx: int) -> dict[str, int]:
-    """Return the counters that a step's guards and logs may read, by name."""
-    return {
-        "batch_idx": batch_idx,
-        "global_step": trainer.global_step,
-        "current_epoch": trainer.current_epoch,
-    }
+# Counters that are attributes of the Trainer.
+_OF_TRAINER = ("global_step", "current_epoch")
+
+
+class StepCounters(dict[str, Any]):
+    """The counters that a step's guards and logs may read, by name.
+
+    The Trainer's counters are read when they are asked for: few steps do, and reading both takes
+    microseconds.
+    """
+
+    def __init__(self, trainer: Any, batch_idx: int) -> None:
+        super().__init__(batch_idx=batch_idx)
+        self._trainer = trainer
+
+    def __missing__(self, name: str) -> int:
+        if name not in _OF_TRAINER:
+            raise KeyError(name)
+        value: int = getattr(self._trainer, name)
+        self[name] = value
+        return value
+
+    def all(self) -> dict[str, Any]:
+        """Return the values of all counters."""
+        return {**self, **{name: self[name] for name in _OF_TRAINER}}
 
 
 class EvaluationLoop:

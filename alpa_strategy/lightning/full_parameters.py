@@ -225,11 +225,13 @@ class FullParameters:
         for fully_shard in self.on_use:
             fully_shard.load_full(parameter, full)
 
-    @torch.no_grad()
     def end_of_backward(self) -> None:
         """Write data that replaced parameters before the backward into the shards."""
-        for write in self._replaced:
-            write()
+        if not self._replaced:
+            return
+        with torch.no_grad():
+            for write in self._replaced:
+                write()
         self._replaced.clear()
 
 

@@ -22,10 +22,8 @@ class LoopClock:
         self._outside = 0.0
         self._steps: list[float] = []
 
-    @property
-    def is_done(self) -> bool:
-        """Whether enough steps were watched; the first entry is of no step."""
-        return len(self._steps) > WATCHED_STEPS.stop
+        # Whether enough steps were watched.
+        self.is_done = False
 
     @property
     def seconds(self) -> float | None:
@@ -50,3 +48,5 @@ class LoopClock:
         if not self.is_done:
             self._steps.append(self._outside)
             self._outside = 0.0
+            # The first entry is of no step.
+            self.is_done = len(self._steps) > WATCHED_STEPS.stop

@@ -42,7 +42,7 @@ from alpa_strategy.ir.places import Place
 from alpa_strategy.ir.plan import Fingerprint, ParameterPlan, Plan, StagePlan, modes_text
 from alpa_strategy.ir.user_code import user_line
 from alpa_strategy.lightning.digests import SameBatchCheck
-from alpa_strategy.lightning.evaluation_loop import step_counters
+from alpa_strategy.lightning.evaluation_loop import StepCounters
 from alpa_strategy.lightning.host_costs import add_host_seconds
 from alpa_strategy.lightning.job import Job
 from alpa_strategy.lightning.rank_consistency import SAME_SHAPES, shapes_text
@@ -183,7 +183,7 @@ def _with_numbers(
     """
     try:
         numbered = captured()
-        counters = step_counters(module.trainer, batch_idx)
+        counters = StepCounters(module.trainer, batch_idx).all()
         numbers = numbers_now(numbered.numbers, module, batch)
         return numbered if is_same_step(step, numbered, {**counters, **numbers}) else step
     # The user's code may accept plain numbers only.
@@ -527,7 +527,11 @@ def _measured_stage_costs(task: PlanTask, job: Job) -> RooflineCosts:
     calls: set[OpCall] = set()
     with job.progress("time ops of stages"):
         for count in likely[:LIKELY_COUNTS]:
-            graph = microbatch(task.step, count, cluster.num_devices).graph
+            try:
+                graph = microbatch(task.step, count, cluster.num_devices).graph
+            except PlanError:
+                # Others may divide the step, such as one for each rank; the search tries all.
+                continue
             for size in {1, cluster.devices_per_node}:
                 calls |= local_calls(graph, (size,))
         return _timed(calls, task, job, STAGES_BUDGET)

@@ -47,6 +47,7 @@ class StepConsensus:
     def __init__(self, rank_zero: RankZero, group: Any) -> None:
         self._rank_zero = rank_zero
         self._group = group
+        self._is_alone = world_size(group) == 1
 
         # Changes of the module so far.
         self._num_changes = 0
@@ -81,7 +82,7 @@ class StepConsensus:
         Raises:
             UnlikeStepsError: the ranks' batches have different keys; on every rank.
         """
-        if world_size(self._group) == 1:
+        if self._is_alone:
             return index is not None
         if key not in self._digests:
             self._digests[key] = _digest(key)
@@ -178,6 +179,7 @@ class ParameterChangeDetector:
             for name, p in module.named_parameters()
             if id(p) not in left_out
         ]
+        # Modules with parameters; with their paths and names of parameters.
         self._owners = []
         for path, child in module.named_modules():
             # Modules of TorchScript have no dict here, but something with keys and values.

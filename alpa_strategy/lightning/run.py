@@ -9,11 +9,12 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
-from torch import nn
+from torch import Tensor, nn
 from typing_extensions import override
 
 from alpa_strategy.capture.non_tensor_inputs import leaves_hold
@@ -37,7 +38,7 @@ from alpa_strategy.ir.plan import Predicted
 from alpa_strategy.lightning import step_effects
 from alpa_strategy.lightning.checks import has_own_hooks
 from alpa_strategy.lightning.digests import SameBatchCheck
-from alpa_strategy.lightning.evaluation_loop import step_counters
+from alpa_strategy.lightning.evaluation_loop import StepCounters
 from alpa_strategy.lightning.full_parameters import shapes_only
 from alpa_strategy.lightning.loop_clock import LoopClock
 from alpa_strategy.lightning.machine_load import busy_machine
@@ -60,6 +61,8 @@ from alpa_strategy.runtime.step_by_bucket import fused
 MEASURED_STEPS = range(5, 25)
 # The fewest steps that are measured where a training ends earlier.
 LEAST_MEASURED = 5
+# Bytes of gradients below which memory is not worth the time to clear them before the forward.
+LEAST_TO_CLEAR = 2**20
 # Before the Trainer clears them.
 _SEE_GRADIENTS = ("on_before_zero_grad", "optimizer_zero_grad")
 # Number of shapes that are captured if steps may run eagerly: two (a last batch may be shorter),
@@ -81,6 +84,12 @@ class CapturedStep:
 
     step: StepGraph
     program: StepProgram
+
+    @cached_property
+    def has_effects(self) -> bool:
+        """Whether the step logs values, or leaves some in Python's objects or its batch."""
+        step = self.step
+        return any((step.logs, step.metrics, step.stored, step.appended, step.assigned))
 
 
 def _versions(module: nn.Module) -> list[tuple[int, int]]:
@@ -181,44 +190,58 @@ class Run(ShardedRun):
         self._measure()
         key, leaves = keyed_leaves(batch)
         captured, counters = self._captured_step(key, batch, batch_idx, buffers_changed)
-        leaves = [*leaves, *state_leaves(self.module, captured.step.states)]
+        step = captured.step
+        program = captured.program
+        if step.states:
+            leaves = [*leaves, *state_leaves(self.module, step.states)]
         # With `batch_scope="global"` all ranks must load the same batch.
-        is_global = captured.step.batch_scope == "global"
+        is_global = step.batch_scope == "global"
         if is_global:
             self._same_batch.begin(batch)
         self._clear_gradients(batch_idx)
         # A pipeline's backward is in it.
         with self.in_step():
-            inputs = step_effects.without_writes(captured.step, leaves)
-            values = captured.program.run(inputs, counters)
+            inputs = step_effects.without_writes(step, leaves)
+            values = program.run(inputs, counters)
         self._loop_clock.leave()
         self._placed.num_steps += 1
         # The forward has taken its time: the checksums are there.
         if is_global:
             self._same_batch.finish()
-        step = captured.step
-        program = captured.program
-        step_effects.verify(step, values)
+        if step.checks:
+            step_effects.verify(step, values)
         step_effects.write_buffers(self.module, program.buffers, values)
         if self._follows_buffers:
             self._buffer_versions = _versions(self.module)
-        # A validation may have set another (`self.phase = "train"`).
-        for stored in step.stored:
-            stored.namespace[stored.name] = stored.value
-        # The default dtype and autocast under which the user's step would have logged.
-        with self._job.log_context():
-            step_effects.update_metrics_and_log(
-                self.module, step, values, leaves, counters, self.metrics
-            )
-        step_effects.append_to_lists(self.module, step, values, leaves, counters)
-        step_effects.set_attributes(self.module, step, values, leaves, counters)
-        step_effects.write_batch(step, values, leaves)
+        if captured.has_effects:
+            self._repeat_effects(step, values, leaves, counters)
         # As under DDP, buffers are rank 0's from step to step, and each rank's own between the
         # batches of an accumulated step.
         differ = self._job.replica is not None or program.buffers_differ
         self._syncs_buffers = self.syncs or program.needs_equal_buffers
         self.buffers_differ = differ and self._syncs_buffers
         return step_effects.materialize_output(step.output, values, leaves, counters)
+
+    def _repeat_effects(
+        self,
+        step: StepGraph,
+        values: Mapping[int, Tensor],
+        leaves: Sequence[Any],
+        counters: Mapping[str, Any],
+    ) -> None:
+        """Log, and leave values where the user's step would leave them."""
+        # A validation may have set another (`self.phase = "train"`).
+        for stored in step.stored:
+            stored.namespace[stored.name] = stored.value
+        if step.logs or step.metrics:
+            # The default dtype and autocast under which the user's step would have logged.
+            with self._job.log_context():
+                step_effects.update_metrics_and_log(
+                    self.module, step, values, leaves, counters, self.metrics
+                )
+        step_effects.append_to_lists(self.module, step, values, leaves, counters)
+        step_effects.set_attributes(self.module, step, values, leaves, counters)
+        step_effects.write_batch(step, values, leaves)
 
     @override
     def in_step(self) -> Any:
@@ -236,7 +259,7 @@ class Run(ShardedRun):
     def finish_backward(self) -> None:
         """Wait for the gradients' reductions, and average them over replicas. Collective."""
         # Gradients of a pipeline were complete before it.
-        if not self.plan.is_pipelined:
+        if not self._is_pipelined:
             self.store.finish_backward(
                 None if self._job.replica is not None else self.step_completed
             )
@@ -259,11 +282,18 @@ class Run(ShardedRun):
         with stepping, fused(self._to_fuse):
             yield
 
+    @cached_property
+    def _clears_early(self) -> bool:
+        """Whether a step clears the last one's gradients before its forward."""
+        return sum(parameter.nbytes for parameter in self.store.parameters) >= LEAST_TO_CLEAR
+
     def _clear_gradients(self, batch_idx: int) -> None:
         """Clear the last step's gradients before the forward, if no hook reads them until then.
 
         The Trainer clears them after it, when they would add to the memory of activations.
         """
+        if not self._clears_early:
+            return
         begins = batch_idx % self._trainer.accumulate_grad_batches == 0
         if begins and not has_own_hooks(self.module, self._trainer, _SEE_GRADIENTS):
             # The module's own take half a millisecond to find.
@@ -280,16 +310,16 @@ class Run(ShardedRun):
 
     # What runs a step: captured once per shape and content
 
-    def _counters(self, step: StepGraph, batch: Any, batch_idx: int) -> dict[str, Any]:
+    def _counters(self, step: StepGraph, batch: Any, batch_idx: int) -> StepCounters:
         """Return the values of the counters, and of the numbers of `step` that change, by name."""
-        return {
-            **step_counters(self._trainer, batch_idx),
-            **numbers_now(step.numbers, self.module, batch),
-        }
+        counters = StepCounters(self._trainer, batch_idx)
+        if step.numbers:
+            counters.update(numbers_now(step.numbers, self.module, batch))
+        return counters
 
     def _captured_step(
         self, key: Hashable, batch: Any, batch_idx: int, buffers_changed: bool
-    ) -> tuple[CapturedStep, dict[str, Any]]:
+    ) -> tuple[CapturedStep, Mapping[str, Any]]:
         """Return the step that runs this batch, and its counters; it is captured, planned and
         lowered now if there is none. Collective.
 
@@ -302,11 +332,9 @@ class Run(ShardedRun):
         """
         known = self._captured.get(key, [])
         index, counters, changed = self._fitting(known, batch, batch_idx)
-        numbers = (
-            {}
-            if index is None
-            else {str(place): counters[str(place)] for place in known[index].step.numbers}
-        )
+        numbers: dict[str, Any] = {}
+        if index is not None:
+            numbers = {str(place): counters[str(place)] for place in known[index].step.numbers}
         all_have = self._same.all_have(key, index, batch, numbers, buffers_changed)
         if self._same.buffers_changed:
             # As DDP does before every forward.
@@ -378,7 +406,7 @@ class Run(ShardedRun):
 
     def _fitting(
         self, steps: Sequence[CapturedStep], batch: Any, batch_idx: int
-    ) -> tuple[int | None, dict[str, Any], str | None]:
+    ) -> tuple[int | None, Mapping[str, Any], str | None]:
         """Choose the captured step whose values and guards hold for this batch.
 
         Args:
@@ -396,9 +424,7 @@ class Run(ShardedRun):
                 other = "a value in the batch that is no tensor"
             if other is None:
                 counters = self._counters(step, batch, batch_idx)
-                failed = [
-                    guard.asked.counters for guard in step.guards if not guard.holds(**counters)
-                ]
+                failed = _failed_guards(step, counters)
                 if not failed:
                     return index, counters, None
                 # Else the step's Python would take another path.
@@ -465,7 +491,7 @@ class Run(ShardedRun):
                 step, self._job, self._cluster, self._optimizer_info, self._rank_zero, self.plan
             )
         except PlanError as error:
-            if not self.plan.is_pipelined:
+            if not self._is_pipelined:
                 raise
             rank_zero_warn(
                 "alpa: the running pipeline cannot run this batch: every rank computes all of it,"
@@ -482,7 +508,7 @@ class Run(ShardedRun):
         Raises:
             RuntimeMismatchError: parameters changed on some ranks only.
         """
-        changed = super().changed_parameters()
+        changed = self._parameters.changed()
         if changed is not None:
             self._same.meet_for_change(changed)
         return changed
@@ -540,6 +566,14 @@ class Run(ShardedRun):
         if loop_seconds is None:
             return planned
         return with_host(planned, planned.host_seconds, loop_seconds, self._cluster.device)
+
+
+def _failed_guards(step: StepGraph, counters: StepCounters) -> list[frozenset[str]]:
+    """Return the counters of each guard that does not hold for these values."""
+    if not step.guards:
+        return []
+    values = counters.all()
+    return [guard.asked.counters for guard in step.guards if not guard.holds(**values)]
 
 
 def _equal_buffers(step: StepGraph) -> tuple[BufferInput, ...]:

@@ -244,8 +244,7 @@ class Session:
         assert self.run is not None
         self.run.begin_check(batch)
         try:
-            with _caused_by(self._reason):
-                return self.run.training_step(batch, batch_idx, eager_step)
+            return self._run_step(self.run, batch, batch_idx, eager_step)
         except CaptureError as error:
             is_final = self.run.plan.is_eager or not self._make_job().may_run_eagerly
             if is_final or self._stays_sharded():
@@ -255,8 +254,23 @@ class Session:
             self._reason = error
 
         run = self._continue_eagerly(self.run, batch, batch_idx)
-        with _caused_by(self._reason):
+        return self._run_step(run, batch, batch_idx, eager_step)
+
+    def _run_step(
+        self, run: "ShardedRun", batch: Any, batch_idx: int, eager_step: Callable[[], Any]
+    ) -> Any:
+        """Return the run's result of a step. An error of the user's step that was the reason for
+        eager steps gets that reason as its cause.
+        """
+        try:
             return run.training_step(batch, batch_idx, eager_step)
+        except AlpaError:
+            raise
+        except Exception as error:
+            why = self._reason
+            if error.__cause__ is None and error is not why and _is_reason(why, error):
+                error.__cause__ = why
+            raise
 
     def _continue_eagerly(self, run: "ShardedRun", batch: Any, batch_idx: int) -> "ShardedRun":
         """Replace `run` by one with eager steps, and return that. Gradients that an optimizer step
@@ -284,9 +298,13 @@ class Session:
             # The run may have been replaced in the context.
             self.run.sync(True)
 
-    @contextmanager
-    def stepping(self, closure: Callable[[], Any]) -> Iterator[Callable[[], Any]]:
-        """Context of an optimizer's step; its value is the closure for that step."""
+    def optimizer_step(self, closure: Callable[[], Any], step: Callable[..., Any]) -> Any:
+        """Return the result of an optimizer's step.
+
+        Args:
+            closure: of the step, as the Trainer or the user gives it.
+            step: makes the step, with the keyword argument `closure`.
+        """
         assert self.run is not None
 
         with self.run.stepping():
@@ -294,19 +312,19 @@ class Session:
             # `training_step`, which prepares the module itself.
             if not self.run.module.automatic_optimization:
                 closure = self.run.in_step()(closure)
-            yield closure
+            result = step(closure=closure)
             # The closure may have replaced the run by one with eager steps.
             self.run.stepped()
         self._is_accumulating = False
+        return result
 
-    @contextmanager
-    def in_backward(self, loss: Tensor) -> Iterator[None]:
-        """Context of the backward of a step's loss; then gradients are reduced, unless more are
+    def backward(self, loss: Tensor, run_backward: Callable[[], Any]) -> None:
+        """Run the backward of a step's loss; then gradients are reduced, unless more are
         accumulated."""
         assert self.run is not None
         self.run.begin_check(loss=loss)
         with self.run.in_step():
-            yield
+            run_backward()
             self.run.end_of_backward()
         self.run.full_parameters.end_of_backward()
         self.run.finish_backward()
@@ -465,19 +483,6 @@ def _warn_of_shared_memory(shared: Mapping[str, Tensor], run: "ShardedRun") -> N
             " before, a NumPy array, a state dict): it does not follow the parameter, of which a"
             " rank has a shard, or nothing"
         )
-
-
-@contextmanager
-def _caused_by(why: CaptureError | None) -> Iterator[None]:
-    """Context of the user's step: an error that was the reason `why` gets it as its cause."""
-    try:
-        yield
-    except AlpaError:
-        raise
-    except Exception as error:
-        if error.__cause__ is None and error is not why and _is_reason(why, error):
-            error.__cause__ = why
-        raise
 
 
 def _is_reason(why: BaseException | None, error: Exception) -> bool:

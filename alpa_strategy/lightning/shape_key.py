@@ -39,6 +39,8 @@ def _shared_memory(leaves: list[Any]) -> tuple[tuple[int, int], ...]:
     for leaf in leaves:
         if isinstance(leaf, Tensor) and leaf.layout is torch.strided:
             tensors.append(leaf)
+    if len(tensors) < 2:
+        return ()
     on_memory = first_on_memory(tensors)
     if on_memory == tuple(range(len(tensors))):
         return ()

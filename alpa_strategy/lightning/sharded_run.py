@@ -111,6 +111,7 @@ class ShardedRun(ABC):
         self.module = module
         self.optimizers = optimizers
         self.plan = plan
+        self._is_pipelined = plan.is_pipelined
         self.store = store
         self._job = job
         self.say = job.progress.say
@@ -261,7 +262,7 @@ class ShardedRun(ABC):
         self.syncs = enabled
         # A pipeline reduces the gradients of each of its steps. Parameters that are gathered on use
         # accumulate reduced shards.
-        if not self.plan.is_pipelined and self.on_use is None:
+        if not self._is_pipelined and self.on_use is None:
             # Hooks after the backward (clipping, for example) see the same gradients as on one
             # device.
             hooks = ("on_after_backward",)
@@ -273,7 +274,7 @@ class ShardedRun(ABC):
 
         Another run continues with them. Collective.
         """
-        if not self.plan.is_pipelined:
+        if not self._is_pipelined:
             self.store.sync(True)
             self.store.finish_backward()
         parameters = list(self.module.parameters())
@@ -354,7 +355,7 @@ class ShardedRun(ABC):
 
     def check_gradients(self) -> None:
         """Check the gradients, if the user wants it and they are complete. Collective."""
-        if self._gradient_check is None or not (self.plan.is_pipelined or self.store.is_syncing):
+        if self._gradient_check is None or not (self._is_pipelined or self.store.is_syncing):
             return
         if self._job.replica is not None and not self.syncs:
             return

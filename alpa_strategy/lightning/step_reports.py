@@ -47,9 +47,10 @@ class StepReports:
             self._profile.begin_batch(run)
         if self._logger_report is not None:
             self._logger_report.begin_batch(run)
+        if run.measured_step_seconds is None or run.plan is self._written:
+            return
         # The page has the profile as well, if there will be one.
-        is_profiled = self._profile is None or self._profile.is_over
-        if run.measured_step_seconds is not None and is_profiled:
+        if self._profile is None or self._profile.is_over:
             self._write_measured_page(run)
 
     def end(self, run: "ShardedRun | None") -> None:

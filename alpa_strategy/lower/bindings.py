@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -69,9 +70,26 @@ def _same_function(call: OpCall, name: str) -> Callable[..., Any] | None:
         return None
     for place in _GENERATED:
         function = getattr(place, name, None)
-        if function is not None and _effect(call, function) == expected:
-            return function
+        # An attribute (`Tensor.mT`) is none.
+        if not callable(function):
+            continue
+        for candidate in (function, _with_defaults(function, call)):
+            if _effect(call, candidate) == expected:
+                return candidate
     return None
+
+
+def _with_defaults(function: Callable[..., Any], call: OpCall) -> Callable[..., Any]:
+    """Return `function` with the arguments that the call leaves out, as the op's schema has them.
+
+    Some functions have other defaults: that of `torch._C._nn.mse_loss` is no reduction.
+    """
+    named = {name for name, _ in call.kwargs}
+    defaults = {}
+    for argument in call.target._schema.arguments[len(call.args) :]:
+        if argument.name not in named and argument.default_value is not None:
+            defaults[argument.name] = argument.default_value
+    return partial(function, **defaults)
 
 
 def _effect(call: OpCall, function: Callable[..., Any]) -> list[Any] | None:

@@ -54,9 +54,10 @@ class LoweredStep:
         """
         counters = buffers.get(COUNTERS)
         results = iter(self.function(parameters, buffers, batch, received, counters))
-        escaping = {value: next(results) for value in self.escaping}
-        sent = {value: next(results) for value in self.sent}
-        passed_on = {value: next(results) for value in self.passed_on}
+        # A `zip` ends with its first argument: the rest is left for the next one.
+        escaping = dict(zip(self.escaping, results, strict=False))
+        sent = dict(zip(self.sent, results, strict=False))
+        passed_on = dict(zip(self.passed_on, results, strict=False))
         return escaping, sent, passed_on
 
 

@@ -132,7 +132,8 @@ def num_tokens(step: StepGraph, samples: int) -> int:
     """Return the tokens of a step: the indices of all samples that are looked up in one embedding.
 
     Of several embeddings, the one with the most counts: a model looks up positions and kinds of the
-    same tokens as well.
+    same tokens as well. Indices that do not depend on the batch are none of tokens (T5 looks up a
+    matrix of distances).
 
     Args:
         step: of all devices.
@@ -142,14 +143,17 @@ def num_tokens(step: StepGraph, samples: int) -> int:
         0 if no embedding is of sequences.
     """
     indices_of_table: dict[int, dict[int, int]] = defaultdict(dict)
+    of_batch = {leaf.value for leaf in step.batch}
     for op in step.ops:
+        if not of_batch.isdisjoint(op.operands):
+            of_batch.update(op.results)
         if op_base_name(of_one_rank(op.call)) != "embedding" or len(op.operands) < 2:
             continue
         table, indices = op.operands[:2]
         meta = step.values[indices]
         # [samples, tokens]
         is_of_sequences = len(meta.shape) >= 2 and samples > 0 and meta.shape[0] % samples == 0
-        if is_of_sequences:
+        if is_of_sequences and indices in of_batch:
             indices_of_table[table][indices] = meta.num_elements
     return max((sum(sizes.values()) for sizes in indices_of_table.values()), default=0)
 

@@ -49,6 +49,8 @@ MARGIN = 0.1
 # Pipelines are not searched if one stage loses less than this share of its step to anything but
 # its ops, divided by the number of devices.
 SCREEN = 0.15
+# Of planning, that are listed if no search that is listed has taken them.
+NOTICEABLE_SECONDS = 1.0
 
 
 def make_plan(
@@ -154,12 +156,19 @@ def plan_captured(
     if around is not None:
         find = partial(plan_around, running=around)
     iteration = captured.iteration
+    started = time.perf_counter()
     plan = find(task) if iteration is None else iteration.plan(task, find)
+    planning_seconds = time.perf_counter() - started
     # An iteration's step is planned with less memory; other searches give no figures.
     if iteration is not None or plan.figures is None:
         plan = with_figures(plan, task)
     plan = plan.with_notes_of(task.step.notes)
-    plan = replace(plan, solver_seconds={"capture": captured.seconds, **plan.solver_seconds})
+    seconds = {"capture": captured.seconds, **plan.solver_seconds}
+    # Of searches that have ended without a plan, or with a slower one.
+    other_seconds = planning_seconds - sum(plan.solver_seconds.values())
+    if other_seconds >= NOTICEABLE_SECONDS:
+        seconds["other searches"] = other_seconds
+    plan = replace(plan, solver_seconds=seconds)
     return plan.explained_by(partial(explain, replace(task, results=NOT_STORED)))
 
 

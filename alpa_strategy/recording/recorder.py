@@ -228,6 +228,20 @@ class Recorder(TorchDispatchMode):
         dtype = torch.get_default_dtype()
         self.lines.append(RecordedOp(read, (), {}, (), {view.storage: True}, (view,), dtype))
 
+    def deferred_copy(self, tensor: Tensor) -> Tensor:
+        """Return a deferred tensor with the values that a real one has now; a meta tensor as it is.
+
+        Args:
+            tensor: small, or of the user: it is not to be changed in place by what gets the copy.
+        """
+        if tensor.is_meta:
+            return tensor
+        with _disable_current_modes():
+            copy = torch.empty_like(tensor, device="meta", requires_grad=False)
+        self._adopt(copy, tensor.device)
+        self._record(torch.ops.aten.copy_.default, (copy, tensor.detach()), {})
+        return copy
+
     def sources_of(self, tensor: Tensor) -> list[Any]:
         """Return the functions given to `add_source` that the values of a tensor depend on."""
         return [func for func in self.functions_of(tensor) if not hasattr(func, "_schema")]
@@ -536,7 +550,35 @@ class _RealDeviceView(TorchFunctionMode):
                 torch._C._swap_tensor_impl(target, replacement)
             self._recorder.new_data(target, before)
             return None
-        return func(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        try:
+            return func(*args, **kwargs)
+        except RuntimeError as error:
+            if "device" not in str(error) or not _are_mixed(args, kwargs):
+                raise
+            return self._on_one_device(func, args, kwargs, error)
+
+    def _on_one_device(self, func: Any, args: Any, kwargs: Any, error: RuntimeError) -> Any:
+        """Call a function that refuses tensors of two devices (`torch._weight_norm`) with deferred
+        copies of the real ones.
+
+        Raises:
+            RuntimeError: it changes one of the copies: `error`.
+        """
+        args, kwargs = pytree.tree_map_only(Tensor, self._recorder.deferred_copy, (args, kwargs))
+        tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        versions = [tensor._version for tensor in tensors]
+        result = func(*args, **kwargs)
+        if [tensor._version for tensor in tensors] != versions:
+            raise error
+        return result
+
+
+def _are_mixed(args: Any, kwargs: Any) -> bool:
+    """Whether some tensors of a call are deferred and some are real."""
+    with torch._C.DisableTorchFunction():
+        leaves = pytree.tree_leaves((args, kwargs))
+        return len({leaf.is_meta for leaf in leaves if isinstance(leaf, Tensor)}) == 2
 
 
 def _is_empty(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

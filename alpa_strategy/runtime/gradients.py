@@ -123,6 +123,8 @@ class GradientReducer:
         if self._buckets is None:
             self._agree()
         assert self._buckets is not None
+        if self._is_idle:
+            return
 
         # All devices run the same step: they all have the same new gradients.
         new = [sharded for sharded in self._unused if sharded.has_gradient]
@@ -141,6 +143,14 @@ class GradientReducer:
             if sharded.has_gradient or sharded.name in self._only_somewhere:
                 sharded.put_gradient(sharded.to_use.gradients(sharded.take_gradient()))
         self.reset()
+
+    @property
+    def _is_idle(self) -> bool:
+        """Whether the backward has left all gradients as they are to be stored, as on one
+        device.
+        """
+        waits = self._buckets or self._rest or self._unused
+        return not (waits or self._seen or self.held)
 
     def _is_complete(self, sharded: ShardedParameter) -> bool:
         """Whether the backward leaves the parameter's gradient as it is to be stored."""

@@ -5,6 +5,7 @@ their gradients are noticed.
 """
 
 from collections.abc import Callable, Collection, Mapping
+from contextlib import ContextDecorator
 from functools import cached_property, partial
 from typing import Any
 
@@ -163,12 +164,12 @@ class MeshParameters:
         Args:
             prefetched_bytes: of gradients whose sums (ZeRO-3) may overlap with the backward.
         """
-        for sharded in self._by_parameter.values():
-            if sharded.is_gathered_once and sharded.leaf is None and sharded.link is None:
+        for sharded in self._gathered_once:
+            if sharded.leaf is None and sharded.link is None:
                 sharded.begin_gathering()
 
         if not prefetched_bytes or self.mesh.all_devices.size == 1 or not torch.is_grad_enabled():
-            return LazyTensors(self.step_input, self._used_as_stored)
+            return self._inputs
 
         sums = Sums(prefetched_bytes)
         entered: dict[str, Tensor] = dict(self._used_as_stored)
@@ -180,6 +181,16 @@ class MeshParameters:
                 entrance = Entrance.apply(sharded.parameter, sums)
                 entered[sharded.name] = sharded.in_step(entrance)
         return LazyTensors(self.step_input, entered)
+
+    @cached_property
+    def _gathered_once(self) -> tuple[ShardedParameter, ...]:
+        """The parameters of which steps use a gathered copy."""
+        return tuple(sharded for sharded in self.sharded if sharded.is_gathered_once)
+
+    @cached_property
+    def _inputs(self) -> Mapping[str, Tensor]:
+        """Name -> what a step takes, where no gradient is summed within the backward."""
+        return LazyTensors(self.step_input, self._used_as_stored)
 
     @cached_property
     def _used_as_stored(self) -> dict[str, Tensor]:
@@ -265,7 +276,7 @@ class MeshParameters:
 
     def after_optimizer_step(self) -> None:
         """Drop the copies that were gathered for the last step: parameters have new values."""
-        for sharded in self._by_parameter.values():
+        for sharded in self._gathered_once:
             sharded.drop_copy()
 
     def _watch(self, sharded: ShardedParameter) -> None:
@@ -298,6 +309,31 @@ class MeshParameters:
         if self._look is not None:
             self._look(name, used)
         self.reducer.mark_ready(name)
+
+
+class Listening(ContextDecorator):
+    """Context in which gradients are reduced as they are made, or stay local.
+
+    A class, as every step enters it several times: a generator takes three times as long.
+
+    Args:
+        meshes: of the parameters.
+        flag: whether gradients are reduced.
+    """
+
+    def __init__(self, meshes: Collection[MeshParameters], flag: bool) -> None:
+        self._meshes = meshes
+        self._flag = flag
+        self._before: list[bool] = []
+
+    def __enter__(self) -> None:
+        self._before = [mesh.listens for mesh in self._meshes]
+        for mesh in self._meshes:
+            mesh.listens = self._flag
+
+    def __exit__(self, *_: object) -> None:
+        for mesh, listened in zip(self._meshes, self._before, strict=True):
+            mesh.listens = listened
 
 
 class LazyTensors(dict[str, Tensor]):

@@ -18,8 +18,7 @@ state. `MeshParameters` (`runtime/mesh_parameters.py`) has those on one mesh: fo
 while a step runs.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -37,7 +36,7 @@ from alpa_strategy.ir.plan import StagePlan, stage_ranks
 from alpa_strategy.options import BUCKET_BYTES
 from alpa_strategy.runtime.gradient_buckets import Completed, chunk_shape
 from alpa_strategy.runtime.gradients import ReplicaReducer, Replicas
-from alpa_strategy.runtime.mesh_parameters import GradientReader, MeshParameters
+from alpa_strategy.runtime.mesh_parameters import GradientReader, Listening, MeshParameters
 from alpa_strategy.runtime.sharded_parameter import Chunk, ShardedParameter, replace_data
 
 T = TypeVar("T")
@@ -356,17 +355,9 @@ class ParameterStore:
         for mesh in self._meshes.values():
             mesh.reducer.enabled = enabled
 
-    @contextmanager
-    def listening(self, flag: bool) -> Iterator[None]:
+    def listening(self, flag: bool) -> Listening:
         """Context in which gradients are reduced as they are made (`flag`), or stay local."""
-        before = [(mesh, mesh.listens) for mesh in self._meshes.values()]
-        for mesh, _ in before:
-            mesh.listens = flag
-        try:
-            yield
-        finally:
-            for mesh, listened in before:
-                mesh.listens = listened
+        return Listening(self._meshes.values(), flag)
 
     @property
     def is_syncing(self) -> bool:

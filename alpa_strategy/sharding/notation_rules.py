@@ -185,6 +185,18 @@ def _group_norm(call: OpCall, axis_size: int) -> str:
     return f"[n, {channel}, *s!], [{channel}]?, [{channel}]? -> [n, {channel}, *s!]"
 
 
+def _weight_norm(call: OpCall, axis_size: int) -> str:
+    """Return the rule of weight norm: the dim whose slices have a norm each."""
+    bound = bind(call)
+    rank = len(call.operands[bound["v"].index].shape)
+    if bound["dim"] == -1:
+        # One norm of the whole weight, which is not the norm per slice of the last dim.
+        return "[*i!], [*one!] -> [*i!]"
+    weight = _at([f"i{d}!" for d in range(rank)], bound["dim"], "o")
+    length = _at([f"one{d}!" for d in range(rank)], bound["dim"], "o")
+    return line_of([weight, length], weight)
+
+
 def _channel_norm(call: OpCall, axis_size: int) -> str:
     """Return the rule of batch_norm and instance_norm: samples are independent unless they share
     statistics.
@@ -510,6 +522,7 @@ NOTATION: dict[str, Notation] = {
         "[n, c!, *s!], [c!]?, [c!]? -> [n, c!, *s!], [n, g!], [n, g!]"
     ),
     **{f"aten.{kind}_norm": Notation(_channel_norm) for kind in ("batch", "instance")},
+    "aten._weight_norm": Notation(_weight_norm, linear=((1,),)),
     "aten.scaled_dot_product_attention": Notation(_attention, more=_ring),
     **{f"aten.conv{n}d": Notation(partial(_convolution, transposed=False)) for n in (1, 2, 3)},
     **{

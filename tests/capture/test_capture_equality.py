@@ -213,6 +213,13 @@ def powers_in_place(self: Step, x: Tensor, y: Tensor) -> Tensor:
     return square.sum() + (self.a(x) * x.clone().floor_divide_(0.5)).sum()
 
 
+def dropout_in_place(self: Step, x: Tensor, y: Tensor) -> Tensor:
+    """`nn.Dropout(inplace=True)`, as MobileNet has it."""
+    h = F.dropout(self.a(x), 0.5, inplace=True)
+    F.feature_alpha_dropout(h, 0.5, training=True, inplace=True)
+    return self.b(F.alpha_dropout(h * 1.5, 0.5, training=True, inplace=True)).pow(2).sum()
+
+
 def factories(self: Step, x: Tensor, y: Tensor) -> Tensor:
     made = (
         torch.arange(4, device=x.device)
@@ -269,6 +276,7 @@ def losses(self: Step, x: Tensor, y: Tensor) -> Tensor:
         no_grad_inside,
         detached_in_place,
         powers_in_place,
+        dropout_in_place,
         factories,
         assigned_buffer,
         random_numbers,

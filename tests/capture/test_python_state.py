@@ -476,7 +476,17 @@ class Registry(OrderedDict[str, Any]):
         return super().__getitem__(name)()
 
 
+class Table(dict[str, Any]):
+    """transformers' tables of models: whoever reads all of one imports all of them."""
+
+    def items(self) -> Any:
+        raise ImportError("one of the models is not installed")
+
+    values = items
+
+
 REGISTRY = Registry(relu=nn.ReLU, gelu=nn.GELU)
+TABLE = Table(scale=2.0)
 
 
 class Registered(LightningModule):
@@ -485,12 +495,13 @@ class Registered(LightningModule):
         self.linear = nn.Linear(4, 4)
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        return REGISTRY["gelu"](self.linear(batch)).sum()
+        return TABLE["scale"] * REGISTRY["gelu"](self.linear(batch)).sum()
 
 
 def test_a_dict_that_answers_otherwise_than_it_holds_stays_as_it_is() -> None:
     capture_step(Registered(), torch.randn(6, 4))
     assert list(REGISTRY.items()) == [("relu", nn.ReLU), ("gelu", nn.GELU)]
+    assert dict.items(TABLE) == {"scale": 2.0}.items()
 
 
 class LeavesEval(LightningModule):

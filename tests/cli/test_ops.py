@@ -8,6 +8,7 @@ from rich.cells import cell_len
 from alpa_strategy.cli import main
 from alpa_strategy.display import op_table
 from alpa_strategy.display.op_table import OpRow, op_rows, rule_lines
+from alpa_strategy.errors import OptionError
 
 
 def shown(command, capsys, monkeypatch, width=80):
@@ -66,6 +67,35 @@ def test_no_op_matches_is_an_error_that_names_the_nearest(capsys):
     error = capsys.readouterr().err
     assert "no op matches 'aten.linaer.default'" in error
     assert "aten.linear.default" in error
+
+
+@pytest.mark.parametrize(
+    ("pattern", "op"),
+    [
+        ("aten.ger*", "aten::ger"),
+        ("aten::ger", "aten::ger"),
+        ("ger", "aten::ger"),
+        ("aten.bucketize.Scalar", "aten::bucketize.Scalar"),
+    ],
+)
+def test_an_op_of_torch_without_a_rule_is_an_error_that_says_so(capsys, pattern, op):
+    assert main(["ops", pattern]) == 2
+    error = capsys.readouterr().err
+    assert f"{op} has no sharding rule: it runs in full on every device" in error
+    assert f"register_sharding({op!r}, ...)" in error
+
+
+@pytest.mark.parametrize("pattern", ["aten.clone.Odd", "aten.__name__", "no.such.op", "["])
+def test_what_is_no_op_has_no_row(pattern):
+    with pytest.raises(OptionError, match="no op matches"):
+        op_rows(pattern)
+
+
+def test_a_pointwise_op_without_samples_is_shown(capsys):
+    assert main(["ops", "--json", "aten.clone"]) == 0
+    (row,) = json.loads(capsys.readouterr().out)
+    assert row["op"] == "aten.clone.default"
+    assert row["origin"] == "pointwise"
 
 
 def test_what_is_stored_is_text_not_markup(capsys, monkeypatch):

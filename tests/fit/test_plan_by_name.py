@@ -94,6 +94,34 @@ def test_parts_of_memory_sum_to_the_peak(
             assert min(stage.predicted.memory.values()) >= 0
 
 
+def test_step_that_cannot_be_split_is_planned_whole(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Experts in a grouped matmul sort the tokens of all sequences."""
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+    folder = write_config(tmp_path / "tiny", model_type="olmoe", **experts)
+    file = tmp_path / "plan.json"
+    more = ["--batch", "64", "cluster.devices_per_node=2", "-o", str(file)]
+    code, out = run(capsys, f"hf:{folder}", *SMALL, *more)
+    assert code == 0, out
+    assert Plan.load(file).num_microbatches == 1
+
+
+def test_short_sequences_are_computed_together(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A plan is at least as fast as those with a number of micro-batches."""
+    folder = write_config(tmp_path / "tiny")
+    seconds = {}
+    for pins in ((), ("plan.num_microbatches=1",), ("plan.num_microbatches=8",)):
+        file = tmp_path / "plan.json"
+        asked = [*SMALL, "--batch", "64", "cluster.devices_per_node=2", *pins, "-o", str(file)]
+        code, out = run(capsys, f"hf:{folder}", *asked)
+        assert code == 0, out
+        seconds[pins] = Plan.load(file).predicted.step_seconds
+    assert seconds[()] <= min(seconds.values()) * 1.001
+
+
 def test_lora_trains_adapters_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("peft")
     folder = write_config(tmp_path / "tiny")

@@ -17,6 +17,7 @@ from torch import nn
 
 from alpa_strategy.errors import CheckpointError, SetupError
 from alpa_strategy.hf import uploads
+from alpa_strategy.hf.description import describe, rebuild
 from alpa_strategy.hf.saving import hugging_face_model, save_pretrained, values_in_memory
 
 
@@ -81,6 +82,43 @@ def test_a_url_gets_the_same_files(tmp_path, in_background):
     assert {path.name for path in (tmp_path / "downloaded").iterdir()} == local
     assert_loads(model, tmp_path / "downloaded")
     assert not list((tmp_path / "up").iterdir())
+
+
+def save_statistics(folder: str) -> None:
+    """Save a model on all ranks, each with statistics of its own."""
+    model = resnet()
+    rank = torch.distributed.get_rank()
+    with torch.no_grad():
+        for buffer in model.buffers():
+            buffer.fill_(rank + 2)
+    save(model, folder)
+
+
+def resnet() -> nn.Module:
+    sizes = {"embedding_size": 4, "hidden_sizes": [4, 8], "depths": [1, 1]}
+    config = transformers.ResNetConfig(**sizes, layer_type="basic", num_labels=3)
+    torch.manual_seed(11)
+    return transformers.AutoModelForImageClassification.from_config(config)
+
+
+def test_statistics_are_rank_0s(pool, tmp_path):
+    pool.run(2, save_statistics, str(tmp_path / "saved"))
+    loaded = transformers.AutoModelForImageClassification.from_pretrained(tmp_path / "saved")
+    for name, buffer in loaded.named_buffers():
+        assert torch.equal(buffer, torch.full_like(buffer, 2)), name
+    for name, parameter in resnet().named_parameters():
+        assert torch.equal(loaded.get_parameter(name), parameter), name
+
+
+def test_infinity_in_a_configuration_is_rebuilt():
+    config = transformers.Mamba2Config(
+        hidden_size=16, num_heads=4, head_dim=8, num_hidden_layers=1, state_size=4, n_groups=1
+    )
+    assert config.time_step_limit[1] == float("inf")
+    with torch.device("meta"):
+        model = nn.ModuleDict({"model": transformers.Mamba2ForCausalLM(config)})
+    rebuilt = rebuild(describe(model)["model"])
+    assert rebuilt.config.time_step_limit == list(config.time_step_limit)
 
 
 def test_the_model_of_a_module_is_found_or_named():

@@ -192,6 +192,29 @@ def test_a_tied_weight_belongs_to_both_its_stages():
     ]
 
 
+def test_rotary_tables_reach_later_stages_in_full():
+    """A layout for them to choose would tie all layers of a stage together."""
+    step = captured("llama")[0]
+    buffers = {buffer.value for buffer in step.buffers}
+    tables: set[int] = set()
+    for op in step.ops:
+        if op.operands and buffers.issuperset(op.operands):
+            tables.update(op.results)
+    assert len(tables) == 2
+    last_table = max(step.makers[value] for value in tables)
+    stage = slice_stage(step, last_table + 1, len(step.ops))
+    assert tables <= set(stage.received_constants) < set(stage.received)
+
+    mesh = CLUSTER.logical_mesh((2,))
+    intra = build(stage, OptionTables(mesh, COSTS, ADAM))
+    for value, boundary in intra.received.items():
+        is_constant = value in stage.received_constants
+        assert (len(boundary.layouts) == 1) == is_constant
+    # A slice of the stage knows it, too.
+    later = slice_stage(step, last_table + 2, len(step.ops))
+    assert set(later.received_constants) <= set(stage.received_constants)
+
+
 def test_slices_outside_the_step_are_refused():
     step = captured("mlp")[0]
     with pytest.raises(ValueError, match="ops"):

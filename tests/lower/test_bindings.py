@@ -32,6 +32,7 @@ WITH_FUNCTION = {
     "several results": call_of(aten.max.dim, (A, 1), (X,)),
     "neural network": call_of(aten.linear.default, (A, B), (X, WEIGHT)),
     "missing operand": call_of(aten.layer_norm.default, (A, (4,), None, None), (X,)),
+    "another default": call_of(aten.mse_loss.default, (A, B), (X, X)),
     "lookup": call_of(aten.embedding.default, (A, B), (WEIGHT, IDS)),
     "attention": call_of(
         aten.scaled_dot_product_attention.default, (A, A, A, None, 0.0, True), (X,)

@@ -4,6 +4,7 @@ planning goes on.
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 
 import pytest
@@ -19,7 +20,7 @@ from alpa_strategy.errors import DoesNotFitError
 from alpa_strategy.ir.optimizer_info import OptimizerInfo
 from alpa_strategy.ir.plan import modes_text
 from alpa_strategy.options import PlanOptions
-from alpa_strategy.planner import pipeline_search
+from alpa_strategy.planner import pipeline_search, planner
 from alpa_strategy.planner.planner import MARGIN, choose_plan, hidden_seconds, make_plan
 from alpa_strategy.planner.task import PlanTask
 
@@ -53,6 +54,19 @@ def test_one_stage_stays_where_the_network_is_fast():
     assert (len(best.stages), best.num_microbatches) == (1, 1)
     assert any("no pipeline" in note for note in best.notes)
     assert "pipelines" not in best.solver_seconds, "no time is spent on what cannot win"
+
+
+def test_seconds_of_searches_without_a_plan_are_counted(monkeypatch):
+    monkeypatch.setattr(planner, "NOTICEABLE_SECONDS", 0.1)
+
+    def slowly(task: PlanTask):
+        time.sleep(0.3)
+        return choose_plan(task)
+
+    module = MODELS["mlp"]()
+    options = PlanOptions(batch_scope="global")
+    chosen = make_plan(module, module.example_batch(16), cluster(1e10), options, choose=slowly)
+    assert chosen.solver_seconds["other searches"] >= 0.3
 
 
 def test_micro_batches_alone_are_not_for_speed():

@@ -6,8 +6,10 @@ from dataclasses import replace
 
 import pytest
 import torch
+from lightning import LightningModule
 from models import MODELS
 from page.test_details import PIPELINE, planned
+from torch import Tensor, nn
 
 from alpa_strategy.capture.capture import capture_step
 from alpa_strategy.cluster.devices import DeviceSpec
@@ -77,6 +79,27 @@ def test_positions_and_kinds_of_tokens_are_not_counted_again():
     assert num_embeddings > 1
     (first, *_) = (leaf.meta for leaf in step.batch if len(leaf.meta.shape) == 2)
     assert num_tokens(step, 4) == first.num_elements
+
+
+class Distances(LightningModule):
+    """A language model that also looks up a matrix of distances, as T5 does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(16, 8)
+        self.distances = nn.Embedding(16, 1)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        positions = torch.arange(batch.shape[1])
+        distances = (positions[:, None] - positions[None, :]).abs()
+        weights = self.distances(distances).squeeze(-1).softmax(-1)
+        return (weights @ self.words(batch)).square().mean()
+
+
+def test_distances_of_tokens_are_no_tokens():
+    """A sequence is as long as the batch has samples, or a multiple of it."""
+    step = capture_step(Distances(), torch.randint(16, (4, 8)))
+    assert num_tokens(step, 4) == 4 * 8
 
 
 @pytest.mark.parametrize(

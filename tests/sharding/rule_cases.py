@@ -210,6 +210,10 @@ def norm_cases(add: Add) -> None:
         1e-5,
         expect="S0,R*,R*->S0,S0,S0",
     )
+    weight_norm = aten._weight_norm.default
+    add("weight_norm", weight_norm, f(4, 6), f(4, 1), expect=("S0,S0->S0", "R*,P->P"))
+    add("weight_norm_columns", weight_norm, f(6, 3, 4), f(1, 1, 4), 2, expect="S2,S2->S2")
+    add("weight_norm_of_all", weight_norm, f(4, 6), f(), -1, expect="R*,P->P")
     add(
         "rms_norm", aten.rms_norm.default, f(4, 5, 6), (6,), f(6), expect=("S0,R*->S0", "S1,R*->S1")
     )

@@ -98,6 +98,8 @@ class Exotic(nn.Module):
         )  # copies the layer
         self.lstm = nn.LSTM(4, 6, num_layers=2, bidirectional=True)
         self.conv = nn.utils.parametrizations.weight_norm(nn.Conv2d(3, 4, 3))
+        # Computed of a large and a small tensor by an op that refuses two devices.
+        self.register_buffer("normed", self.conv.weight.detach().abs())
         self.target = copy.deepcopy(self.attention)
         if (self.a > 100).any():
             nn.init.zeros_(self.a)
