@@ -215,7 +215,7 @@ def _overrides_help(example: str, keys: Sequence[str]) -> str:
 
 
 def _train(arguments: argparse.Namespace) -> int:
-    """Train a recipe, print its last metrics, and return the exit code."""
+    """Train the recipe of `alpa train`, print its last metrics, and return the exit code."""
     # Lightning 2.6 uses a deprecated class of PyTorch 2.13; users cannot do anything about it.
     warnings.filterwarnings("ignore", message=".*isinstance.treespec, LeafSpec.*")
     recipe = load_recipe(arguments.recipe, arguments.overrides)

@@ -113,7 +113,7 @@ def _integer(value: Any, low: int) -> int:
 
 
 def _texts(value: Any) -> tuple[str, ...]:
-    """Return one text or a sequence of at least one as a tuple."""
+    """Return one text, or a sequence of at least one, as a tuple of texts."""
     if isinstance(value, str):
         return (value,)
 
@@ -277,6 +277,7 @@ def _replicas(value: Any) -> int | None:
 
 
 def _profile_steps(value: Any) -> tuple[int, int] | None:
+    """Return the option `profile_steps`: (first batch, the one after the last), or None."""
     if value is None:
         return None
 

@@ -133,7 +133,9 @@ class PlanOptions:
 
     @property
     def asks_for_pipeline(self) -> bool:
-        """Whether a pinned option requires a pipeline or micro-batches."""
+        """Whether a pinned option requires a pipeline or micro-batches: a schedule, or more than
+        one stage or micro-batch.
+        """
         if self.schedule is not None:
             return True
 

@@ -133,7 +133,13 @@ class PartialResults:
     def _computed(
         self, name: str, compute: Callable[[], T], encode: Callable[[T], Record]
     ) -> "_Result[T] | _Failure":
-        """Compute a result, and store it if that took `LEAST_SECONDS`."""
+        """Compute a result, and store it if that took `LEAST_SECONDS` of CPU time.
+
+        Args:
+            name: of the file.
+            compute: returns the result; a PlanError is stored as well.
+            encode: returns it as JSON.
+        """
         outcome: _Result[T] | _Failure
         started = time.process_time()
         self._open.append(set())
@@ -194,7 +200,12 @@ class PartialResults:
             self._open[-1] |= names
 
     def _reject(self, name: str, error: Exception) -> None:
-        """Report a file that cannot be used, and delete it."""
+        """Report a file that cannot be used, and delete it.
+
+        Args:
+            name: of the file.
+            error: raised when it was read. A file that is gone is not reported.
+        """
         assert self.folder is not None
         self._names.discard(name)
         # Another process has finished the planning.
@@ -360,7 +371,9 @@ def _checksum(data: Any) -> str:
 
 
 def _encoded(value: Any) -> Any:
-    """Return an array as JSON, bit for bit; anything else unchanged."""
+    """Return an array of floats, integers or booleans as JSON, bit for bit; anything else
+    unchanged.
+    """
     if not isinstance(value, np.ndarray):
         return value
     dtype = {"f": "<f8", "i": "<i8", "b": "|b1"}[value.dtype.kind]

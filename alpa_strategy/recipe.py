@@ -298,7 +298,14 @@ def _merge(
 
 
 def _apply_override(config: Any, text: str, known: Iterable[str]) -> None:
-    """Apply one override, `key=value`, to the recipe's OmegaConf content."""
+    """Apply one override, `key=value`, to the recipe's OmegaConf content, in place.
+
+    Args:
+        known: the sections that a recipe may have.
+
+    Raises:
+        OptionError: it is no `key=value`, names an unknown section, or does not fit the content.
+    """
     key, equals, value = text.partition("=")
     parts = key.split(".")
     if not equals or not all(parts):
@@ -397,7 +404,15 @@ def _fits(value: Any, hint: Any) -> bool:
 
 
 def _instantiate(recipe: Recipe, node: Any, where: str) -> Any:
-    """Build `node` and every mapping with a `_target_` in it (callbacks, loggers, submodules)."""
+    """Build `node` and every mapping with a `_target_` in it (callbacks, loggers, submodules).
+
+    Args:
+        recipe: for the message.
+        where: path of the node in the recipe, for the message.
+
+    Raises:
+        OptionError: a target cannot be imported, or does not take its arguments.
+    """
     if isinstance(node, list):
         return [_instantiate(recipe, value, where) for value in node]
     if not isinstance(node, dict):

@@ -62,7 +62,13 @@ def one_f_one_b(S: int, B: int, v: int, mesh: int) -> Work:
 
 
 def looped_bfs(num_stages: int, B: int, S: int) -> Orders:
-    """Return the orders of LoopedBFS. Its backward starts with the last micro-batch."""
+    """Return the orders of LoopedBFS. Its backward starts with the last micro-batch.
+
+    Args:
+        num_stages: of all meshes.
+        B: number of micro-batches.
+        S: number of meshes.
+    """
     orders = []
     for mesh in range(S):
         stages = range(mesh, num_stages, S)
@@ -78,6 +84,10 @@ def interleaved(S: int, B: int, v: int, mesh: int, zero_bubble: bool = False) ->
     """Return the work of one mesh, depth first over its stages (Interleaved1F1B).
 
     Args:
+        S: number of meshes.
+        B: number of micro-batches.
+        v: stages per mesh.
+        mesh: its index.
         zero_bubble: split the backward; weight gradients wait for `mesh` micro-batches (ZB1P).
     """
     # Micro-batches that go through a stage before the mesh's next stage has its turn.
@@ -108,6 +118,8 @@ def zbv(S: int, B: int, v: int, mesh: int) -> Work:
     """Return the work of one mesh under ZB-V (Qi et al. 2023, section 6).
 
     Its stages are `mesh` and `2 S - 1 - mesh`: micro-batches go down the meshes and up again.
+
+    Args: as of `interleaved`; v is 2.
     """
     down = mesh
     up = 2 * S - 1 - mesh

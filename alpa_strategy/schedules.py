@@ -315,8 +315,7 @@ _HALF_NAMES = {"F": "the forward", "I": "the backward", "W": "the weights' backw
 def _wrong_count(
     schedule: str, mesh: int, done: Counter[Source], expected: Counter[Source]
 ) -> PlanError:
-    """Return the error about the first work, by stage, that mesh number `mesh` does more or less
-    often than once.
+    """Return the error about the first work, by stage, that mesh number `mesh` does not do once.
 
     Args:
         done, expected: (half of `_HALVES`, stage, micro-batch) -> number of times.
@@ -480,7 +479,8 @@ def _steps_of(schedule: str, num_meshes: int, num_microbatches: int, v: int) -> 
 def _topological(
     schedule: str, orders: tuple[tuple[Action, ...], ...], num_stages: int
 ) -> tuple[tuple[int, Action, Source | None], ...]:
-    """Return all actions, each after the one it waits for, as (mesh, action, its input).
+    """Return all actions, each after the one it waits for, as (mesh, action, its input; None if
+    that is the batch).
 
     Sends never block the sender, so actions that wait for each other in a circle are the only way
     to lock up.

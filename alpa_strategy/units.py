@@ -51,7 +51,7 @@ def format_count(count: float) -> str:
 
 
 def format_flops(flops: float) -> str:
-    """Return FLOPs as text: `512 FLOP`, `1.20 GFLOP`, `9.87 PFLOP`."""
+    """Return a number of FLOPs as text: `512 FLOP`, `1.20 GFLOP`, `9.87 PFLOP`."""
     value = float(flops)
     units = ("", "k", "M", "G", "T", "P", "E")
     index = 0

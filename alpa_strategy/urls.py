@@ -120,7 +120,11 @@ def download(url: str, target: Path) -> None:
 
 
 def upload(source: Path, url: str) -> None:
-    """Copy a local file to a URL, that is not read before it is complete."""
+    """Copy the local file `source` to `url`, which no one reads before it is complete.
+
+    Raises:
+        OSError: it cannot be written, or has another size then.
+    """
     with _using(url, "written") as (file_system, path):
         file_system.makedirs(path.rpartition("/")[0], exist_ok=True)
         file_system.put_file(str(source), path)
@@ -131,7 +135,12 @@ def upload(source: Path, url: str) -> None:
 
 
 def replace(source: Path, url: str) -> None:
-    """Copy a local file to a URL, where a reader finds the old file or all of the new one."""
+    """Copy the local file `source` to `url`, where a reader sees the old file or all of the new
+    one.
+
+    Raises:
+        OSError: it cannot be written.
+    """
     with _using(url, "written") as (file_system, path):
         file_system.makedirs(path.rpartition("/")[0], exist_ok=True)
         # A transaction defers all writes through its instance, so this instance is not shared.
@@ -152,7 +161,11 @@ def remove(url: str) -> None:
 
 @contextmanager
 def _using(url: str, verb: str) -> Iterator[tuple[Any, str]]:
-    """Context with the file system of a URL and the path in it; any error becomes an OSError."""
+    """Context with the file system of a URL and the path in it; any error becomes an OSError.
+
+    Args:
+        verb: what is done there, for the message: `read`, `written`.
+    """
     file_system, path = _file_system(url)
     try:
         yield file_system, path

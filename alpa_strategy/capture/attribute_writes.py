@@ -80,10 +80,14 @@ def note_writes(
 
 
 def _add_state(of_step: ChangesOfStep, place: Place, value: Any, before: Any) -> None:
-    """Add an attribute that the step reads before it sets it.
+    """Add to `of_step` an attribute that the step reads before it sets it.
+
+    An attribute whose former value is neither state nor plain is left out.
 
     Args:
-        before: its value before the step.
+        place: where the attribute is.
+        value: the one that the step has set.
+        before: the one before the step; MISSING if there was none.
     """
     if is_state(before):
         of_step.states.append(place)

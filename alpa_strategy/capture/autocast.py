@@ -222,6 +222,8 @@ class Autocast:
     """The open autocast regions of the walk, and the parameters that have been cast in them.
 
     Args:
+        builder: of the graph, to which casts are added.
+        device_type: on which the step runs: `cuda`, `cpu`.
         parameters: value indices of the parameters; filled while the inputs are added.
     """
 
@@ -332,7 +334,7 @@ class Autocast:
         return torch.float32 if is_half else None
 
     def _cast(self, ref: ValueRef, dtype: torch.dtype) -> ValueRef:
-        """Return a value cast to `dtype`.
+        """Emit a cast of a value to `dtype`, and return its result.
 
         Parameters are cast once per outermost region, as autocast's cache does: it stores leaves
         that require grad only.

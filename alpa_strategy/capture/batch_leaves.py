@@ -30,6 +30,10 @@ def have_common_size(leaves: Sequence[Any]) -> tuple[bool, ...]:
 def size_of_batch(leaves: Sequence[Any], rows_flags: Sequence[bool]) -> int:
     """Return the number of samples of the first leaf with a batch dim.
 
+    Args:
+        leaves: of the batch.
+        rows_flags: for each tensor among them, whether it has a batch dim.
+
     Raises:
         CaptureError: there is no such leaf.
     """
@@ -44,7 +48,9 @@ def size_of_batch(leaves: Sequence[Any], rows_flags: Sequence[bool]) -> int:
 
 
 def same_tensors(leaves: Sequence[Any]) -> dict[int, int]:
-    """Return index of a leaf -> index of the first leaf that is the same tensor."""
+    """Return index of a tensor among the leaves -> index of the first leaf that is the same object:
+    the index itself, mostly.
+    """
     first: dict[int, int] = {}
     same = {}
     for index, leaf in enumerate(leaves):

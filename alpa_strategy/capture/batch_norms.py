@@ -16,9 +16,9 @@ def forward_patches() -> list[tuple[type, str, Any]]:
 
 
 def _forward(norm: _BatchNorm, x: Tensor) -> Tensor:
-    """Return what the norm's own forward does, without collectives or reads of a tensor's value.
+    """Return the result of the norm's forward, without collectives or reads of a tensor's value.
 
-    Statistics of a captured step are all ranks' without collectives of the user's.
+    In a captured step, statistics are those of all ranks without collectives of the user's.
     """
     is_cumulative = norm.training and norm.track_running_stats and norm.momentum is None
     if not is_cumulative or norm.num_batches_tracked is None:

@@ -86,7 +86,11 @@ class _Converter:
     # Inputs
 
     def add_inputs(self, placeholders: list[fx.Node]) -> None:
-        """Number all inputs: parameters, buffers, batch leaves, constants."""
+        """Add a value to the graph for every input: parameters, buffers, batch leaves, constants.
+
+        Args:
+            placeholders: nodes of the trace, in the order of `trace.inputs`.
+        """
         for node, entry in zip(placeholders, self.trace.inputs, strict=True):
             ref = self.builder.add_value(entry.meta)
             parameter = ""

@@ -68,7 +68,12 @@ def after_first_call(
 
 
 def _with_inputs(call: StepCall, counted: tuple[Place, ...]) -> tuple[StepGraph, tuple[Place, ...]]:
-    """Return as `after_first_call`, with the numbers at `counted` as inputs of the step."""
+    """Trace the step once more with the numbers at `counted` as inputs, and return its graph and
+    the locations of all numbers that are inputs.
+
+    Raises:
+        CaptureError: it still changes attributes of the module.
+    """
     call = replace(call, numbers=(*call.numbers, *counted))
     trace = trace_step(call)
     graph = convert(trace)

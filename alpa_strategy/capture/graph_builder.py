@@ -84,7 +84,7 @@ class Builder:
         return ValueRef(len(self.values) - 1)
 
     def meta(self, ref: ValueRef) -> TensorMeta:
-        """What is known of a value."""
+        """Return the shape, dtype and `requires_grad` of a value."""
         return self.values[ref.index]
 
     def call_of(
@@ -180,7 +180,11 @@ class Memory:
         return View(Storage(value, parameter), value)
 
     def derive(self, base: View, step: ViewStep, value: ValueRef) -> View:
-        """The view that `step` made of `base`, which was just read."""
+        """Return the view that `step` makes of `base`, which was just read.
+
+        Args:
+            value: of the view.
+        """
         return View(base.storage, value, (*base.chain, step), base.storage.version)
 
     def same(self, base: View) -> View:
@@ -188,8 +192,8 @@ class Memory:
         return View(base.storage, self.read(base), base.chain, base.storage.version)
 
     def read(self, view: View) -> ValueRef:
-        """The view's value now: made anew where its memory was written to since it was read
-        last.
+        """Return the view's present value. If its memory was written to since the last read, ops
+        that compute it are emitted.
         """
         if view.version != view.storage.version:
             view.value = self._prefixes(view)[-1]
@@ -197,26 +201,31 @@ class Memory:
         return view.value
 
     def write(self, view: View, value: ValueRef) -> None:
-        """`view` now holds `value` (same shape and dtype), and so does every tensor that shares its
-        memory.
+        """Record that `value` (same shape and dtype) is written into `view`, and so into every
+        tensor that shares its memory.
+
+        Raises:
+            CaptureError: the memory is that of a tensor outside of the graph that is no buffer.
         """
         if view.storage.is_outside:
             raise CaptureError(
                 f"the step changes a tensor that is no buffer in place ({self.builder.source})",
                 "register it: self.register_buffer(name, tensor, persistent=False)",
             )
-        current = (
-            self._prefixes(view)[:-1] if view.chain else []
-        )  # the storage, then view of view of ... it
+        # The storage, then the view of it, the view of that, ...
+        current = self._prefixes(view)[:-1] if view.chain else []
         changed = value
         for step, before in zip(reversed(view.chain), reversed(current), strict=True):
             changed = self._scatter(step, before, changed, bool(view.storage.parameter))
         view.storage.value = changed
-        view.storage.version += 1  # all other views of it are stale now
+        # All other views of it are stale now.
+        view.storage.version += 1
         view.value, view.version = value, view.storage.version
 
     def _prefixes(self, view: View) -> list[ValueRef]:
-        """Current values along the chain: storage first, the view itself last."""
+        """Emit the ops of a view's chain on the present storage, and return the values along it:
+        the storage first, the view itself last.
+        """
         values = [view.storage.value]
         for step in view.chain:
             if step.position is None:
@@ -230,7 +239,7 @@ class Memory:
     def _scatter(
         self, step: ViewStep, before: ValueRef, changed: ValueRef, is_parameter: bool
     ) -> ValueRef:
-        """`before` with the part that `step` views replaced by `changed`.
+        """Emit and return `before` with the part that `step` views replaced by `changed`.
 
         Args:
             is_parameter: whether a parameter's memory is changed, which has no gradient then.
@@ -291,20 +300,29 @@ class Memory:
     def _place(
         self, scatter: Any, before: ValueRef, changed: ValueRef, dim: int = 0, *where: Any
     ) -> ValueRef:
-        """`scatter` along `dim`; complex numbers as pairs of real ones, the only ones of which
-        autograd knows it.
+        """Emit `scatter`, and return the tensor with its new part.
+
+        Complex numbers are scattered as pairs of real ones: autograd has no other scatter.
+
+        Args:
+            scatter: an op such as `slice_scatter`.
+            before: the tensor.
+            changed: the new values of its part.
+            dim: along which the part was taken.
+            where: the other arguments of `scatter`.
         """
-        emit, meta = self.builder.emit, self.builder.meta(before)
+        emit = self.builder.emit
+        meta = self.builder.meta(before)
         if not meta.dtype.is_complex:
             return emit(scatter, before, changed, dim, *where)
-        base_parts, changed_parts = (
-            emit(aten.view_as_real.default, emit(aten.resolve_conj.default, x))
-            for x in (before, changed)
-        )
-        return emit(
-            aten.view_as_complex.default,
-            emit(scatter, base_parts, changed_parts, dim % len(meta.shape), *where),
-        )
+
+        def as_real(ref: ValueRef) -> ValueRef:
+            return emit(aten.view_as_real.default, emit(aten.resolve_conj.default, ref))
+
+        # The pairs are a new last dim: count `dim` from the front.
+        dim %= len(meta.shape)
+        scattered = emit(scatter, as_real(before), as_real(changed), dim, *where)
+        return emit(aten.view_as_complex.default, scattered)
 
     def _unsupported(self, target: Any) -> CaptureError:
         """Return the error for a write to memory of which a view by `target` is in use."""
@@ -317,14 +335,16 @@ class Memory:
 
 
 def storages_of(value: Any) -> set[int]:
-    """What a pytree has in common with others that share memory with it."""
+    """Return the identities of the storages of all tensors in a pytree."""
     # Fake tensors have storages too, of no bytes.
     return {t.untyped_storage()._cdata for t in pytree.tree_leaves(value) if isinstance(t, Tensor)}
 
 
 def sharing_node(result: Any, node: fx.Node) -> fx.Node | None:
-    """The operand of `node` whose memory a result uses, as the traced (fake) tensors know; None:
-    memory of its own.
+    """Return the operand of `node` whose memory a result uses; None if it has memory of its own.
+
+    Args:
+        result: a traced (fake) tensor of the node.
     """
     storages, schema = storages_of(result), getattr(node.target, "_schema", None)
     is_view = schema is not None and any(
@@ -374,10 +394,15 @@ class Write:
 
 
 def write_of(node: fx.Node, target: OpOverload, source: str) -> Write | None:
-    """What the call writes; None for an op that writes nothing.
+    """Return the write of a call; None for an op that writes into none of its arguments.
+
+    Args:
+        node: of the call.
+        target: its op.
+        source: the user's line, for the message.
 
     Raises:
-        CaptureError: for writes that cannot be followed.
+        CaptureError: it writes into something else than its first argument or `out`.
     """
     refused = CaptureError(
         f"{target} ({source}) writes into its arguments in a way that capture does not follow",
@@ -403,7 +428,7 @@ def write_of(node: fx.Node, target: OpOverload, source: str) -> Write | None:
 
 @lru_cache(maxsize=4096)
 def _written(target: OpOverload) -> tuple[str, ...]:
-    """Names of the arguments that the op writes into."""
+    """Return the names of the arguments that the op writes into."""
     return tuple(
         a.name
         for a in target._schema.arguments
@@ -413,11 +438,14 @@ def _written(target: OpOverload) -> tuple[str, ...]:
 
 @lru_cache(maxsize=256)
 def _without_writing(packet: Any, target: OpOverload) -> OpOverload | None:
-    """The overload with the same arguments as `target` except `out`: of other names it may be, as
-    `pow_`'s.
+    """Return the overload of `packet` that writes to none of its arguments and has the arguments of
+    `target` except `out`; None if there is none.
+
+    Its name may be another one, as for `pow_`.
     """
     wanted = _arguments_of(target)
-    for overload in (getattr(packet, name) for name in packet.overloads()):
+    for name in packet.overloads():
+        overload = getattr(packet, name)
         if _arguments_of(overload) == wanted and not _written(overload):
             return overload
     return None
@@ -485,7 +513,16 @@ def new_value(
 
 
 def in_its_dtype(builder: Builder, write: Write, new: ValueRef, meta: TensorMeta) -> ValueRef:
-    """The new value in the dtype of the tensor that it is written to (`meta`)."""
+    """Return the new value in the dtype of the tensor that it is written to.
+
+    Args:
+        write: the op in place, for the message.
+        new: what it computes.
+        meta: of the tensor that it changes.
+
+    Raises:
+        CaptureError: the new value has another shape.
+    """
     if builder.meta(new).dtype != meta.dtype:
         new = builder.emit(aten.to.dtype, new, meta.dtype)
     if builder.meta(new).shape != meta.shape:

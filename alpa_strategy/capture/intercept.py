@@ -45,7 +45,9 @@ from alpa_strategy.ir.user_code import user_frame
 
 @dataclass
 class Recording:
-    """What one run of the step did besides computing. Tensors are still the traced ones."""
+    """The effects of one run of the step: logs, metric updates, guards and checks. Tensors are
+    still the traced ones.
+    """
 
     logs: list[tuple[str, Any, dict[str, Any]]] = field(default_factory=list)
     metrics: list[tuple[str, str, tuple[Any, ...], dict[str, Any]]] = field(default_factory=list)
@@ -76,8 +78,10 @@ class Recording:
         raise error
 
     def traced_by(self, mode: Any, constant: Container[int]) -> None:
-        """The step has run under this mode of make_fx; these of its inputs, by number, are
-        buffers.
+        """Store the tracer of a step that has run under `mode` of make_fx.
+
+        Args:
+            constant: indices of the inputs that are buffers.
         """
         self.tracer = mode.tracer
         inputs = [node for node in mode.tracer.graph.nodes if node.op == "placeholder"]
@@ -102,18 +106,20 @@ class Recording:
         self.notes[text] = None
 
     def counter(self, value: int, name: str) -> StepCounter:
-        """A counter whose comparisons become guards."""
+        """Return a counter with this value and name, whose comparisons become guards."""
         return StepCounter(value, CounterRef(name), self.guards.setdefault)
 
     def optimizer_number(self, value: Any, place: Place) -> StepCounter:
-        """A counter for a number of an optimizer, which becomes an input of the step."""
+        """Return a counter for a number of an optimizer at `place`, which becomes an input of the
+        step.
+        """
         self.numbers_read[place] = None
         return self.counter(value, str(place))
 
 
 class MetricValue:
-    """What a torchmetrics call gives back during capture: it can be logged, but not computed
-    with.
+    """Stands for the result of a torchmetrics call during capture: it can be logged, but not
+    computed with.
     """
 
     def __init__(self, name: str, key: str | None = None) -> None:
@@ -144,11 +150,10 @@ class MetricValue:
 
 
 class AppendedList:
-    """What the step sees in place of a list of the module that it only appends to
-    (`self.outputs.append(loss)`).
+    """Stands for a list of the module that the step only appends to (`self.outputs.append(loss)`).
 
-    What is appended becomes a result of the graph. Nothing can be read, so the list's content does
-    not matter to it.
+    Appended items become results of the graph. Nothing can be read, so the graph does not depend on
+    the list's content.
     """
 
     def __init__(self, label: str) -> None:
@@ -308,9 +313,11 @@ def recording(
 
 
 def _recording_log(record: Recording, names: Mapping[int, str]) -> dict[str, Callable[..., None]]:
-    """Return what stands in for the module's `log` and `log_dict`: both append to `record.logs`.
+    """Return name -> replacement of the module's `log` and `log_dict`: both append to
+    `record.logs`.
 
-    `names` is by the metric's id its path in the module.
+    Args:
+        names: id of a metric -> its path in the module.
     """
 
     def value_of(key: str, value: Any) -> Any:
@@ -360,7 +367,9 @@ def _recording_log(record: Recording, names: Mapping[int, str]) -> dict[str, Cal
 def _counting_members(
     module: LightningModule, record: Recording, device: torch.device
 ) -> dict[str, Any]:
-    """Return what records or refuses in a subclass of the module's class, besides log methods."""
+    """Return name -> member of a subclass of the module's class that records or refuses an access,
+    besides log methods: counters, the Trainer, optimizers and others.
+    """
     original = type(module)
     trainer_property: Any = original.trainer
     trainer = module._trainer
@@ -520,7 +529,12 @@ _BACKWARD_HOOKS = ("_get_backward_hooks", "_get_backward_pre_hooks")
 
 
 def _refusal(name: str, fix: str) -> Callable[..., NoReturn]:
-    """Return a function that raises CaptureError with the user's line."""
+    """Return a function that takes any arguments and raises CaptureError with the user's line.
+
+    Args:
+        name: of the function that it replaces.
+        fix: what the user can do instead.
+    """
 
     def refuse(*_: Any, **__: Any) -> NoReturn:
         raise CaptureError(
@@ -531,7 +545,11 @@ def _refusal(name: str, fix: str) -> Callable[..., NoReturn]:
 
 
 def _apply_function(cls: type, *args: Any, **_: Any) -> Any:
-    """`apply` of an autograd.Function in a captured step: it becomes one op."""
+    """Replace `apply` of the autograd.Function `cls` in a captured step: the call becomes one op.
+
+    Raises:
+        CaptureError: it is the function of re-entrant checkpointing.
+    """
     # Re-entrant checkpointing runs the forward without grad.
     if cls.__name__ == "CheckpointFunction":
         fix = "call torch.utils.checkpoint.checkpoint(..., use_reentrant=False)"

@@ -151,7 +151,12 @@ def _fields_snapshot(value: Any, label: str, is_noticed: bool, named: Collection
 
 
 def _items_in_fields(value: Any, keys: tuple[Any, ...], named: Collection[str]) -> Iterator[_Item]:
-    """Yield what `snapshots_in` has to search in an object's fields, and its class."""
+    """Yield the fields of an object that `snapshots_in` has to search, and its class.
+
+    Args:
+        keys: path to the object.
+        named: names in the code that the step reaches.
+    """
     access = _access(value)
     fields = vars(value)
     names = fields.keys() & frozenset(named) if access is _Access.NAMED else fields
@@ -165,7 +170,12 @@ def _items_in_fields(value: Any, keys: tuple[Any, ...], named: Collection[str]) 
 def _items_in_attributes(
     value: Any, keys: tuple[Any, ...], attributes: dict[str, Any]
 ) -> Iterator[_Item]:
-    """Yield what `snapshots_in` has to search in `attributes`, and the bases of a class."""
+    """Yield those of `attributes` that `snapshots_in` has to search, and the bases of a class.
+
+    Args:
+        value: the class, or another object that has the attributes.
+        keys: path to it.
+    """
     is_class = isinstance(value, type)
     for name, attribute in attributes.items():
         if not isinstance(attribute, _DEFINITIONS) or is_own_class(attribute):

@@ -121,7 +121,7 @@ def synced_norms(module: nn.Module) -> frozenset[str]:
 
 
 class _Merger:
-    """Writes the merged step op by op."""
+    """Writes the merged step op by op. Args: as of `merge_ranks`."""
 
     def __init__(
         self, step: StepGraph, num_ranks: int, synced: Collection[str], used_by_each: bool
@@ -226,7 +226,12 @@ class _Merger:
         return self._for_each_rank(op, states)
 
     def _append(self, call: OpCall, operands: Sequence[ValueRef]) -> list[ValueRef]:
-        """Add a call, whose results are known, to the merged step."""
+        """Add an op to the merged step, without running it, and return its results.
+
+        Args:
+            call: with the metas of its results.
+            operands: values of the merged step.
+        """
         builder = self.builder
         refs = [builder.add_value(meta) for meta in call.results]
         operand_values = tuple(ref.index for ref in operands)
@@ -237,7 +242,16 @@ class _Merger:
         return refs
 
     def _synced_norm(self, op: Op, states: list[Merged]) -> list[Merged] | None:
-        """Write a BatchNorm over the samples of all ranks."""
+        """Add a BatchNorm in training over the samples of all ranks, and return its results.
+
+        Args:
+            op: of the captured step.
+            states: its operands in the merged step.
+
+        Returns:
+            None for any other op, for a norm with statistics per rank, and if an operand beside the
+            input differs between ranks.
+        """
         call = op.call
         if call.target is not batch_norm_train or op.module not in self.synced:
             return None
@@ -259,7 +273,10 @@ class _Merger:
         return [Merged(first, 0), *map(Merged, new_statistics)]
 
     def _reshaped(self, op: Op, states: list[Merged]) -> list[Merged] | None:
-        """Write a view that may merge or split dims."""
+        """Add a view that may merge or split dims, and return its result; None for any other op.
+
+        Args: as of `_synced_norm`.
+        """
         call = op.call
         if not is_reshape(call) or len(states) != 1:
             return None
@@ -277,7 +294,11 @@ class _Merger:
         return [Merged(self.builder.emit(aten.reshape.default, ref, merged.shape), dim)]
 
     def _proven(self, op: Op, states: list[Merged]) -> list[Merged] | None:
-        """Write the op once for all samples, if a sharding rule proves that this is right."""
+        """Add the op once for the samples of all ranks, and return its results; None if no sharding
+        rule proves that this is right.
+
+        Args: as of `_synced_norm`. Of several proofs, the one that repeats the fewest elements.
+        """
         best: tuple[int, _Proof] | None = None
         for proof in self._proofs(op, states):
             if best is None or proof.repeated_elements < best[0]:
@@ -298,7 +319,10 @@ class _Merger:
         return [Merged(ref, dim) for ref, dim in zip(refs, proof.result_dims, strict=True)]
 
     def _proofs(self, op: Op, states: list[Merged]) -> "Iterator[_Proof]":
-        """Yield the merged calls whose shard for one rank is the captured call."""
+        """Yield the merged calls whose shard for one rank is the captured call.
+
+        Args: as of `_synced_norm`.
+        """
         call = op.call
         for strategy in axis_strategies(call, 1):
             if not self._takes(strategy, states, call):
@@ -331,7 +355,13 @@ class _Merger:
         operand_dims: tuple[int | None, ...],
         result_dims: tuple[int | None, ...],
     ) -> OpCall | None:
-        """Return the call on the samples of all ranks; None if it has other results."""
+        """Return the call on the samples of all ranks; None if it has other results.
+
+        Args:
+            call: of one rank.
+            operand_dims, result_dims: the dim of each along which ranks are joined; None: the same
+                on all ranks.
+        """
         operands = tuple(map(self._of_all, call.operands, operand_dims))
         results = tuple(map(self._of_all, call.results, result_dims))
         changes: dict[str, Any] = {}
@@ -352,9 +382,12 @@ class _Merger:
         return False
 
     def _pointwise(self, op: Op, states: list[Merged]) -> list[Merged] | None:
-        """Write a pointwise op on tensors with a leading dim of ranks.
+        """Add a pointwise op on tensors with a leading dim of ranks, and return its result; None
+        for any other op.
 
         It takes numbers per rank, and tensors of the ranks along different dims.
+
+        Args: as of `_synced_norm`.
         """
         call = op.call
         if not is_pointwise(call.target) or len(call.results) != 1:
@@ -382,7 +415,10 @@ class _Merger:
         return [self._flattened(ref)]
 
     def _for_each_rank(self, op: Op, states: list[Merged]) -> list[Merged]:
-        """Write an op that runs once for each rank."""
+        """Add an op that runs once for each rank, and return its results.
+
+        Args: as of `_synced_norm`.
+        """
         operands = []
         for value, state in zip(op.operands, states, strict=True):
             operands.append(state.ref if state.is_same else self.by_rank(value))
@@ -459,8 +495,12 @@ class _Merger:
     def _merged_ref(self, value: int, of_ranks: dict[int, OfRanks]) -> ValueRef:
         """Return the merged value of one that leaves the step.
 
+        With `used_by_each`, a value with a gradient that all ranks have is repeated for each rank.
+
         Args:
-            of_ranks: merged value -> how it holds the ranks' values; this one is added.
+            value: of the captured step.
+            of_ranks: merged value -> along which dim the ranks' values are joined; this one is
+                added, unless it is the same on all ranks.
         """
         state = self.state[value]
         if self.used_by_each and state.is_same and self.step.values[value].requires_grad:

@@ -64,7 +64,9 @@ for _name in _OPERATIONS.split():
 
 
 def index_of(value: Any) -> int | None:
-    """The leaf that `value` stands for, None when it is something else."""
+    """Return the index of the batch's leaf for which `value` stands; None if it is no
+    `UnreadLeaf`.
+    """
     return object.__getattribute__(value, "_index") if type(value) is UnreadLeaf else None
 
 
@@ -74,11 +76,12 @@ def may_be_unread(leaf: Any) -> bool:
 
 
 def traced_with_leaves(batch: Any, trace: Callable[[frozenset[int], set[int]], Any]) -> Any:
-    """`trace(read, seen)` with as few leaves read as possible.
+    """Return the result of `trace(read, seen)` with as few leaves read as possible: it is traced
+    anew with those that it turns out to read.
 
     Args:
-        trace: takes the leaves that enter with their values; adds to `seen` what it looks at
-            besides.
+        trace: takes the indices of the leaves that enter with their values, and a set to which it
+            adds those of others that it reads. Its errors pass on if no more leaves can be read.
     """
     leaves = pytree.tree_flatten_with_path(batch)[0]
     read: frozenset[int] = frozenset()
@@ -104,16 +107,16 @@ def traced_with_leaves(batch: Any, trace: Callable[[frozenset[int], set[int]], A
 
 
 def _list_of(path: tuple[Any, ...], leaf: Any) -> tuple[str, type] | None:
-    """What a leaf in a list has in common with the others there; None for a leaf that is no item of
-    a list.
+    """Return (path of its list, type) of a leaf in a list; None for a leaf that is no item of a
+    list.
     """
-    return (
-        (str(path[:-1]), type(leaf)) if path and isinstance(path[-1], pytree.SequenceKey) else None
-    )
+    if path and isinstance(path[-1], pytree.SequenceKey):
+        return str(path[:-1]), type(leaf)
+    return None
 
 
 def value_text(value: Any) -> str:
-    """A value that the step read, so that equal texts mean equal values."""
+    """Return a value that the step has read as a text; equal texts mean equal values."""
     array = getattr(value, "tobytes", None)
     if array is not None and hasattr(value, "dtype"):
         return f"{value.dtype}{getattr(value, 'shape', '')}{array()!r}"
@@ -147,7 +150,7 @@ def _is_container(leaf: Any) -> bool:
 
 
 def _register(kind: Any) -> None:
-    """Register a dataclass or a mapping as a pytree node."""
+    """Register the class `kind`, a dataclass or a mapping, as a pytree node for this process."""
     is_record = is_dataclass(kind)
     key_of: Any = pytree.GetAttrKey if is_record else pytree.MappingKey
 

@@ -47,11 +47,14 @@ def cross_entropy_sum(
     label_smoothing: float,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """Summed cross entropy; logits [N, C] or [N, C, d1, ...] or [C], target class indices or
-    probabilities.
+    """Return the cross entropy, summed over all samples.
 
-    dtype: in what logarithms of the logits' dtype are summed, as under autocast on GPUs; None: in
-    their own.
+    Args:
+        logits: [samples, classes], [samples, classes, *d] or [classes].
+        target: class indices, or probabilities of classes in the shape of the logits.
+        weight, ignore_index, label_smoothing: as of `torch.nn.functional.cross_entropy`.
+        dtype: in which logarithms of the logits' dtype are summed, as under autocast on GPUs; None:
+            in the logits' dtype.
     """
     if dtype is None:
         return F.cross_entropy(
@@ -62,41 +65,55 @@ def cross_entropy_sum(
             label_smoothing=label_smoothing,
             reduction="sum",
         )
+    # Dim of the classes.
     dim = min(1, logits.dim() - 1)
+    num_classes = logits.shape[dim]
     log_probs = F.log_softmax(logits, dim)
-    every = (
-        log_probs
-        if weight is None
-        else log_probs * weight.view([-1, *[1] * (logits.dim() - 1 - dim)])
-    )
+    weighted = log_probs
+    if weight is not None:
+        num_other_dims = logits.dim() - 1 - dim
+        weighted = log_probs * weight.view([-1, *[1] * num_other_dims])
+
     if target.is_floating_point():
-        return -(
-            every * (target * (1 - label_smoothing) + label_smoothing / logits.shape[dim])
-        ).sum(dtype=dtype)
+        smoothed = target * (1 - label_smoothing) + label_smoothing / num_classes
+        return -(weighted * smoothed).sum(dtype=dtype)
+
     total = F.nll_loss(
         log_probs.to(dtype), target, weight, ignore_index=ignore_index, reduction="sum"
     )
     if label_smoothing > 0:
-        smooth = every.sum(dim, dtype=dtype).masked_fill(target == ignore_index, 0.0).sum()
-        total = (1 - label_smoothing) * total - label_smoothing / logits.shape[dim] * smooth
+        smooth = weighted.sum(dim, dtype=dtype).masked_fill(target == ignore_index, 0.0).sum()
+        total = (1 - label_smoothing) * total - label_smoothing / num_classes * smooth
     return total
 
 
 def nll_sum(log_probs: Tensor, target: Tensor, weight: Tensor | None, ignore_index: int) -> Tensor:
-    """Summed negative log likelihood; log_probs [N, C, ...], target [N, ...]."""
+    """Return the negative log likelihood, summed over all samples.
+
+    Args:
+        log_probs: [samples, classes, *d].
+        target: class indices, [samples, *d].
+        weight, ignore_index: as of `torch.nn.functional.nll_loss`.
+    """
     return F.nll_loss(log_probs, target, weight, ignore_index=ignore_index, reduction="sum")
 
 
 def target_weight_sum(
     target: Tensor, weight: Tensor | None, ignore_index: int, dtype: torch.dtype
 ) -> Tensor:
-    """What a mean cross entropy divides by: the count (or summed class weight) of targets that are
-    not ignored.
+    """Return the number by which a mean cross entropy divides the sum, [] of `dtype`: the count of
+    targets that are not ignored, or the sum of their classes' weights.
+
+    Args:
+        target: class indices, [samples, *d].
+        weight: of classes, [classes]; None: targets are counted.
     """
-    is_counted = target != ignore_index  # [N, *d]
+    # [samples, *d]
+    is_counted = target != ignore_index
     if weight is None:
         return is_counted.sum().to(dtype)
-    return torch.where(is_counted, weight[torch.where(is_counted, target, 0)], 0.0).sum().to(dtype)
+    weights = weight[torch.where(is_counted, target, 0)]
+    return torch.where(is_counted, weights, 0.0).sum().to(dtype)
 
 
 def bag_lookup(
@@ -123,26 +140,38 @@ def batch_norm_train(
     momentum: float,
     eps: float,
 ) -> tuple[Tensor, ...]:
-    """Training BatchNorm without mutation: x [N, C, ...] -> (y, new_running_mean, new_running_var).
+    """Return a BatchNorm in training, which changes none of its arguments.
 
-    Without running statistics the result is (y,).
+    Args:
+        x: [samples, channels, *d]; the others [channels], as of `torch.nn.functional.batch_norm`.
+
+    Returns:
+        (normalised x, new running mean, new running variance); (normalised x,) without running
+        statistics.
     """
     if running_mean is None or running_var is None:
         return (F.batch_norm(x, None, None, weight, bias, True, momentum, eps),)
-    mean, var = running_mean.clone(), running_var.clone()  # [C], which F.batch_norm writes into
+    # [channels], which F.batch_norm writes into.
+    mean, var = running_mean.clone(), running_var.clone()
     y = F.batch_norm(x, mean, var, weight, bias, True, momentum, eps)
     return y, mean, var
 
 
 def segmented_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """A linear whose output comes in equal segments: x [*b, k], weight [s, n, k], bias [s, n] ->
-    [*b, s, n].
+    """Return a linear whose output has equal segments, [*batch, segments, n].
 
-    One matrix product, as `F.linear` with the weight [s * n, k]; the segments are views of its
+    It is one matmul, as `F.linear` with the weight [segments * n, k]; the segments are views of its
     result.
+
+    Args:
+        x: [*batch, k].
+        weight: [segments, n, k].
+        bias: [segments, n].
     """
-    flat_bias = None if bias is None else bias.flatten()  # [s * n]
-    y = F.linear(x, weight.flatten(0, 1), flat_bias)  # [*b, s * n]
+    # [segments * n]
+    flat_bias = None if bias is None else bias.flatten()
+    # [*batch, segments * n]
+    y = F.linear(x, weight.flatten(0, 1), flat_bias)
     return y.view(*y.shape[:-1], *weight.shape[:2])
 
 
@@ -160,11 +189,12 @@ def _rows(
 ) -> Tensor:
     """Return the CTC loss of every sample, [batch]; any values of that shape for tensors without
     data.
+
+    Args: as of `torch.nn.functional.ctc_loss`.
     """
     if isinstance(log_probs, FakeTensor) or log_probs.is_meta:
-        return (
-            log_probs[0, :, 0] * 1
-        )  # any differentiable [b]; PyTorch's has no shape function for such lengths
+        # Any differentiable [batch]: PyTorch's op has no shape function for lengths in tensors.
+        return log_probs[0, :, 0] * 1
     return F.ctc_loss(
         log_probs, targets, input_lengths, target_lengths, blank, "none", zero_infinity
     )
@@ -180,8 +210,11 @@ ctc_rows = torch.ops.alpa.ctc_rows.default
 
 
 def ctc_replacement(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
-    """The loss of a call of `F.ctc_loss` on a batch [t, b, c], made of losses per row; None: it is
-    another call.
+    """Return the loss of a call of `F.ctc_loss` on a batch [time, batch, classes], made of losses
+    per sample; None if it is another call.
+
+    Args:
+        function: that is called, with `args` and `kwargs`.
     """
     if function is not F.ctc_loss:
         return None
@@ -206,11 +239,15 @@ def ctc_replacement(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 
 @torch.library.custom_op("alpa::grouped_mm", mutates_args=())
 def grouped_mm(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
-    """Rows of x [s, k] up to offsets[0] times weight[0] [k, n], up to offsets[1] times weight[1],
-    ... -> [s, n].
+    """Return the product of groups of rows with a matrix each, [rows, n].
 
-    offsets [e] ascend; rows past the last give zeros. Of [e + 1] the first begins weight[0]'s:
-    zeros before it.
+    Group i has the rows from offsets[i - 1] to offsets[i]; all other rows of the result are zeros.
+
+    Args:
+        x: [rows, k].
+        weight: [groups, k, n].
+        offsets: the end of each group's rows, ascending, [groups]; or [groups + 1], beginning with
+            the start of the first group.
     """
     result = x.new_zeros(x.shape[0], weight.shape[2])
     for group, (start, end) in enumerate(_bounds(weight, offsets)):
@@ -250,7 +287,10 @@ grouped_mm.register_autograd(
 
 
 def _bounds(weight: Tensor, offsets: Tensor) -> Iterable[tuple[int, int]]:
-    """Where each group's rows begin and end. On GPUs this waits for the device."""
+    """Return (first row, last row + 1) of each group. On GPUs this waits for the device.
+
+    Args: as of `grouped_mm`.
+    """
     ends = offsets.tolist()
     return pairwise(ends if len(ends) > len(weight) else [0, *ends])
 
@@ -258,8 +298,8 @@ def _bounds(weight: Tensor, offsets: Tensor) -> Iterable[tuple[int, int]]:
 def grouped_mm_replacement(
     function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Tensor | None:
-    """`grouped_mm` for a call of PyTorch's own; None when it is another function or another
-    form.
+    """Return the result of `grouped_mm` for a call of PyTorch's grouped matmul; None if `function`
+    is another one, or has other arguments than [rows, k], [groups, k, n] and offsets.
     """
     if function not in (torch._grouped_mm, F.grouped_mm):
         return None
@@ -300,8 +340,8 @@ class _Structure:
 
     @property
     def identity(self) -> tuple[Any, ...]:
-        """The structure's type and constants, of which `stable_text` makes the same text in every
-        process.
+        """Return (structure of the arguments as text, constants), whose `stable_text` is the same
+        in every process.
         """
         return str(self.spec), self.constants
 

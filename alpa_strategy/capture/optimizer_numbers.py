@@ -15,7 +15,14 @@ ToCounter = Callable[[Any, OptimizerNumber], Any]
 
 
 def refuse(name: str = "self.optimizers() or self.lr_schedulers()") -> NoReturn:
-    """Raise the `CaptureError` for reading something else than a number."""
+    """Refuse to read anything but numbers of optimizers and schedulers in the step.
+
+    Args:
+        name: of what the step calls.
+
+    Raises:
+        CaptureError: always.
+    """
     raise CaptureError(
         f"{name} is called in the step ({user_frame()}): the captured step would keep the first"
         " value of what it reads there",
@@ -25,13 +32,15 @@ def refuse(name: str = "self.optimizers() or self.lr_schedulers()") -> NoReturn:
 
 
 def optimizer_views(trainer: Any, to_counter: ToCounter) -> list["OptimizerView"]:
-    """Return what stands for the Trainer's optimizers."""
+    """Return a view of each of the Trainer's optimizers, whose numbers are counters."""
     optimizers = list(getattr(trainer, "optimizers", ()))
     return [OptimizerView(optimizer, i, to_counter) for i, optimizer in enumerate(optimizers)]
 
 
 def scheduler_views(trainer: Any, to_counter: ToCounter) -> list["SchedulerView"]:
-    """Return what stands for the Trainer's learning rate schedulers."""
+    """Return a view of each of the Trainer's learning rate schedulers, whose numbers are
+    counters.
+    """
     views = []
     for index, config in enumerate(getattr(trainer, "lr_scheduler_configs", ())):
         views.append(SchedulerView(config.scheduler, index, to_counter))

@@ -35,6 +35,10 @@ def globals_kept(
     They are those of the methods of the module's classes, and of the functions that these name.
     Caches (`functools.lru_cache`) that the step fills with fake tensors are emptied.
 
+    Args:
+        seen: ids of objects that have snapshots elsewhere; gets those of the objects searched here.
+        of_data: whether a tensor has values of the batch.
+
     Yields:
         Module name -> its globals.
 
@@ -103,6 +107,10 @@ def _installed_modules(
     """Return the names of modules of installed packages, other than those of the user's classes.
 
     They fill caches (einops: a dict of backends), which are no changes of the user's.
+
+    Args:
+        files: module name -> its globals.
+        kinds: the classes of the module and its submodules.
     """
     own_packages = {kind.__module__.partition(".")[0] for kind in type(module).__mro__}
     installed = {kind.__module__ for kind in kinds if not is_own_class(kind)}

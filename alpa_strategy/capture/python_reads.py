@@ -133,7 +133,7 @@ def attribute_reads(module: nn.Module) -> Iterator[Reads]:
 
 
 def refuse_iterator() -> NoReturn:
-    """CaptureError for an iterator that lives longer than the step."""
+    """Raise the CaptureError for an iterator that lives longer than the step."""
     raise CaptureError(
         f"the step takes the next of an iterator that it has not made ({user_frame()}): the"
         " captured step would use "
@@ -144,9 +144,12 @@ def refuse_iterator() -> NoReturn:
 
 
 def _watched_classes(module: nn.Module) -> list[type]:
-    """nn.Module and the user's classes, those of the module's packages and of files that are not
-    installed, without
-    what inherits from one of these; and what may hold a learning rate."""
+    """Return the classes whose attribute reads are watched: nn.Module, optimizers, schedulers, and
+    the user's.
+
+    The user's are those of the module's packages and of files that are not installed. Classes that
+    inherit from a watched one are left out, as they are watched with it.
+    """
     packages = {
         base.__module__.partition(".")[0]
         for child in module.modules()
@@ -246,9 +249,13 @@ def attribute_guards(
 
 
 def _attribute_guard(owner: Any, name: str, label: str) -> ValueGuard | None:
-    """Return the guard on one attribute; None if it needs none.
+    """Return the guard on the attribute `name` of `owner`; None if it needs none, as methods and
+    objects of libraries.
 
     The object's dict is read directly: a property or __getattr__ would run the user's code.
+
+    Args:
+        label: of the attribute, for messages.
     """
     attributes = getattr(owner, "__dict__", {})
     is_library = type(owner).__module__.startswith(LIBRARIES)
@@ -383,7 +390,13 @@ class _GlobalGuards:
     def add_inside(self, label: str, value: Any, depth: int = 0) -> None:
         """Guard values that code may read in a module, class or function of the user.
 
-        Such as `settings.scale`, `Config.scale`, `Config.Loss.scale`.
+        Such as `settings.scale`, `Config.scale`, `Config.Loss.scale`. Other objects, and those that
+        have been searched, add nothing.
+
+        Args:
+            label: of the object, for messages.
+            value: the object.
+            depth: how many classes it is in; at most `MAX_DEPTH` are searched.
         """
         is_users = (
             is_user_code(value)
@@ -406,9 +419,13 @@ class _GlobalGuards:
                     self.add_inside(f"{label}.{name}", inner, depth + 1)
 
     def _add(self, label: str, name: str, namespace: Any, value: Any, identity: int) -> None:
-        """Guard a value if it may change.
+        """Guard a value if it may change: data, or an object with settings.
 
         Args:
+            label: of the value, for messages.
+            name: under which `namespace` has it.
+            namespace: a mapping from which the guard reads it later.
+            value: the present one.
             identity: id of the object that has it.
         """
         if isinstance(value, ContextVar):
@@ -566,7 +583,12 @@ def freed(guards: Sequence[ValueGuard], places: Sequence[Place]) -> tuple[ValueG
 
 
 def is_same_step(one: StepGraph, other: StepGraph, numbers: Mapping[str, Any]) -> bool:
-    """Whether two captures of a step compute the same for these values of counters and numbers."""
+    """Whether two captures of a step compute the same, logs and outputs aside.
+
+    Args:
+        one, other: the captures.
+        numbers: values of counters and changing numbers, which are put into both.
+    """
 
     def as_now(step: StepGraph) -> str:
         ops = tuple(replace(op, call=at_counters(op.call, numbers)) for op in step.ops)

@@ -83,12 +83,17 @@ MAX_COMPARED_ITEMS, MAX_COMPARED_ELEMENTS = 100_000, 1_000_000
 
 
 def snapshot(value: Any, depth: int = 0) -> Any:
-    """Something that equals `value` as long as it stays what it is.
+    """Return an object that equals `value` as long as that is unchanged.
 
-    Numbers and texts stand for themselves, containers are copied with their contents,
-    configurations are known by identity and fields, tensors by identity and version (in-place
-    changes count), large containers by identity and their items' (a vocabulary's 50,000 take about
-    a millisecond of a step), larger ones by identity and length, any other object by identity.
+    - Numbers and texts are compared as such, containers with their contents.
+    - Configurations are compared by identity and fields, tensors by identity and version, so that
+      changes in place count.
+    - Large containers are compared by identity and by those of their items (50,000 of a vocabulary
+      take about a millisecond of a step), larger ones by identity and length.
+    - Any other object is compared by identity.
+
+    Args:
+        depth: how many containers it is in; below `MAX_DEPTH`, contents are compared.
     """
     kind = type(value)
     if kind in PLAIN:
@@ -129,6 +134,11 @@ class Same:
     """Equals one object only, and while `tell(object)` equals `told`.
 
     It has a weak reference to the object, if there can be one.
+
+    Args:
+        value: the object.
+        tell: returns what of the object must not change; None: only its identity counts.
+        told: the former result of `tell`; None: it is called now.
     """
 
     __hash__ = None  # type: ignore[assignment]  # as of lists
@@ -168,7 +178,11 @@ class SameItems:
 
 
 def _are_same(before: list[Any], now: Iterable[Any]) -> bool:
-    """Whether as many items are the same objects, or equal plain values of the same types."""
+    """Whether the items are the same objects, or equal plain values of the same types.
+
+    Args:
+        before, now: equally many items.
+    """
     now = list(now)
     if all(map(operator.is_, before, now)):
         return True
@@ -185,8 +199,8 @@ def version_of(tensor: Tensor) -> int:
 
 
 def has_fields(value: Any) -> bool:
-    """True for an object of a user's class with fields in its `__dict__`: no nn.Module, function,
-    class or tensor.
+    """Whether it is an object of a user's class with fields in its `__dict__`: no nn.Module,
+    function, class or tensor.
     """
     if isinstance(value, nn.Module | Tensor | type | types.ModuleType | types.FunctionType):
         return False
@@ -220,13 +234,15 @@ def is_plain(value: Any) -> bool:
 
 @lru_cache(maxsize=1)
 def framework_attributes() -> frozenset[str]:
-    """Names of the attributes that Lightning and nn.Module give every module."""
+    """Return the names of the attributes that Lightning and nn.Module give every module."""
     return frozenset(vars(LightningModule()))
 
 
 def is_metric(value: object) -> TypeGuard[Metric | MetricCollection]:
-    """`isinstance`, but ABCMeta would ask all of torchmetrics' classes about each new class: 0.5 s
-    of a first step.
+    """Whether it is a metric or a collection of metrics.
+
+    `isinstance` would do the same, but ABCMeta asks all of torchmetrics' classes about each new
+    class: 0.5 s of a first step.
     """
     return not {Metric, MetricCollection}.isdisjoint(type(value).__mro__)
 
@@ -248,7 +264,9 @@ def outermost_metrics(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def class_attribute(owner: type, name: str) -> Any:
-    """The attribute as it stands in the first of the user's classes that has it, else MISSING."""
+    """Return the attribute `name` from the dict of the first class in the MRO of `owner` that has
+    it; MISSING if that is a library's, or if there is none.
+    """
     for base in owner.__mro__:
         if name in vars(base):
             return MISSING if base.__module__.startswith(LIBRARIES) else vars(base)[name]
@@ -262,7 +280,7 @@ def user_classes(module: nn.Module) -> set[type]:
 
 
 def functions_in(kinds: Iterable[type]) -> list[types.FunctionType]:
-    """Methods that the classes define."""
+    """Return the methods that classes define, without inherited ones."""
     members = (member for kind in kinds for member in vars(kind).values())
     return [member for member in members if isinstance(member, types.FunctionType)]
 
@@ -313,13 +331,19 @@ def stored_items(value: dict[Any, Any]) -> dict[Any, Any]:
 
 
 def put(owner: Any, name: str, value: Any) -> None:
-    """Set an attribute, or an item of a dict; delete it if `value` is MISSING."""
-    if value is MISSING:
-        owner.pop(name, None) if isinstance(owner, dict) else delattr(owner, name)
+    """Set the attribute `name` of an object, or the item of a dict; delete it if `value` is
+    MISSING.
+    """
+    is_dict = isinstance(owner, dict)
+    if value is MISSING and is_dict:
+        owner.pop(name, None)
+    elif value is MISSING:
+        delattr(owner, name)
+    elif is_dict:
+        # Not the user's `__setitem__` of a class derived from dict.
+        dict_of(owner).__setitem__(owner, name, value)
     else:
-        dict_of(owner).__setitem__(owner, name, value) if isinstance(owner, dict) else setattr(
-            owner, name, value
-        )
+        setattr(owner, name, value)
 
 
 @contextmanager
@@ -337,7 +361,7 @@ def patched(patches: Iterable[tuple[Any, str, Any]]) -> Iterator[None]:
 
 @contextmanager
 def requiring_grad(parameters: Iterable[nn.Parameter], flag: bool) -> Iterator[None]:
-    """All of them train in the block, or none does, whichever way they were left."""
+    """Context in which all parameters require gradients, or none does; undone at its end."""
     others = [parameter for parameter in parameters if parameter.requires_grad is not flag]
     for parameter in others:
         parameter.requires_grad_(flag)

@@ -49,7 +49,7 @@ Patch = tuple[Any, str, Any]
 
 
 class Refusing(Protocol):
-    """What remembers that a step was refused, and what the user should know."""
+    """Records that a step was refused, and notes for the user."""
 
     def refuse(self, error: CaptureError) -> NoReturn:
         """Raise the error, also where the step's code swallows it."""
@@ -66,8 +66,11 @@ _IN_HOOKS = (
 
 
 def checked(function: Callable[..., Any], check: Callable[..., None]) -> Callable[..., Any]:
-    """`function`, which `check` may refuse to this thread; others (a loader's, a checkpoint's) just
-    call it.
+    """Return a function that does what `function` does, after `check` with the same arguments in
+    this thread. Other threads (a loader's, a checkpoint's) just call it.
+
+    Args:
+        check: raises to refuse the call.
     """
     thread = get_ident()
 
@@ -80,9 +83,12 @@ def checked(function: Callable[..., Any], check: Callable[..., None]) -> Callabl
 
 
 def side_effects_refused(record: Refusing, files: Mapping[str, dict[str, Any]]) -> list[Patch]:
-    """Patches under which this thread's calls that act outside are refused, by the user's line.
+    """Return the patches under which this thread's calls that act outside of Python are refused,
+    with the user's line.
 
-    files: the globals of the code that the step reaches.
+    Args:
+        record: is called to refuse.
+        files: module name -> globals, of the code that the step reaches.
     """
     namespaces = list(files.values())
     return [
@@ -117,7 +123,11 @@ _INTERNAL = tuple(
 
 
 def _refuse_text(record: Refusing) -> NoReturn:
-    """Refuse to make a text of a tensor in the captured step (`CaptureError`)."""
+    """Refuse to make a text of a tensor in the captured step.
+
+    Raises:
+        CaptureError: always.
+    """
     record.refuse(
         CaptureError(
             f"the step makes a text of a tensor ({own_line()}), which needs its value: print, str,"
@@ -129,7 +139,9 @@ def _refuse_text(record: Refusing) -> NoReturn:
 
 
 def _texts_of_tensors(record: Refusing) -> Iterator[Patch]:
-    """`print(loss)`, `f"{loss:.3f}"`, `repr([loss])`: all of them ask the tensor's class."""
+    """Yield patches of Tensor that refuse to make a text of one: `print(loss)`, `f"{loss:.3f}"`,
+    `repr([loss])`.
+    """
     thread = get_ident()
 
     def asking(original: Callable[..., str]) -> Callable[..., str]:
@@ -145,15 +157,21 @@ def _texts_of_tensors(record: Refusing) -> Iterator[Patch]:
 
 
 def _beyond_text(frame: FrameType | None) -> FrameType | None:
-    """The innermost frame that is not one of the methods by which an object says what it is."""
+    """Return the innermost frame, from `frame` outwards, that is no method by which an object makes
+    a text of itself; None if there is none.
+    """
     while frame is not None and frame.f_code.co_name in ("__repr__", "__str__", "__format__"):
         frame = frame.f_back
     return frame
 
 
 def _streams(record: Refusing, namespaces: Iterable[dict[str, Any]]) -> Iterator[Patch]:
-    """Texts for the terminal, whoever writes them (`print`, `tqdm.write`, a console), and for open
-    files that the code names.
+    """Yield patches that refuse texts for the terminal, whoever writes them (`print`, `tqdm.write`,
+    a console), and for open files that the code names.
+
+    Args:
+        record: is called to refuse.
+        namespaces: globals of the user's code.
     """
 
     def check_terminal(*_: Any) -> None:
@@ -205,7 +223,13 @@ _LOGGING = os.path.join(os.path.dirname(logging.__file__), "")
 
 
 def _messages(record: Refusing, namespaces: Iterable[dict[str, Any]]) -> Iterator[Patch]:
-    """Yield the patches for messages to `logging` and warnings of the user's code."""
+    """Yield patches that refuse the user's messages to `logging` and warnings.
+
+    Messages of libraries pass, unless a tensor is in them. So does a warning whose text is a
+    constant, which an eager step shows once.
+
+    Args: as of `_streams`.
+    """
     handle = logging.Logger.handle
     warn = warnings.warn
     thread = get_ident()
@@ -364,8 +388,10 @@ def _refuse_call(record: Refusing, name: str, *_: Any, **__: Any) -> None:
 
 
 def _calls(record: Refusing, namespaces: Iterable[dict[str, Any]]) -> Iterator[Patch]:
-    """Clocks, seeds, the environment and the system, under every name that the code has for
-    them.
+    """Yield patches that refuse calls to clocks, seeds, the environment and the system, under every
+    name that the code has for them.
+
+    Args: as of `_streams`.
     """
 
     def refusing(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -393,7 +419,9 @@ def _calls(record: Refusing, namespaces: Iterable[dict[str, Any]]) -> Iterator[P
 
 
 def _methods(record: Refusing) -> Iterator[Patch]:
-    """What takes something to another thread, process or machine."""
+    """Yield patches that refuse methods which pass something to another thread, process or
+    machine.
+    """
     for kind, names in _METHODS:
         for name in names:
             label = f"{kind.__name__}.{name}"
@@ -402,7 +430,11 @@ def _methods(record: Refusing) -> Iterator[Patch]:
 
 
 def _dates(record: Refusing, namespaces: Iterable[dict[str, Any]]) -> Iterator[Patch]:
-    """`datetime.now()` and `date.today()`: the classes are C's, so names of them are replaced."""
+    """Yield patches that refuse `datetime.now()` and `date.today()`. The classes are C's, so names
+    of them are replaced.
+
+    Args: as of `_streams`.
+    """
     clocks: dict[int, Any] = {}
     for kind, names in (
         (datetime.datetime, ("now", "utcnow", "today")),
@@ -421,8 +453,8 @@ def _dates(record: Refusing, namespaces: Iterable[dict[str, Any]]) -> Iterator[P
 
 
 class _Dates(type):
-    """What stands for `datetime.datetime` or `datetime.date` (`kind`): all but its clocks is
-    `kind`'s.
+    """Stands for `datetime.datetime` or `datetime.date` (`kind`): all members but the clocks are
+    those of `kind`.
     """
 
     kind: type

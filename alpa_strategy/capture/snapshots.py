@@ -169,7 +169,13 @@ def _raw(value: Any) -> Any:
 
 
 def _appended(items: Any, old: Any) -> list[Any] | None:
-    """Return as `Snapshot.came`."""
+    """Return the items that a container has beyond `old`; None if it lacks one of `old`, or has
+    them in another order.
+
+    Args:
+        items: a set, dict, list or another sequence; of a dict, values are returned.
+        old: a copy of it.
+    """
     new = _raw(items)
     if isinstance(old, set):
         return list(new - old) if old <= new else None
@@ -197,6 +203,9 @@ def _changes_of_container(snapshot: Snapshot, of_data: OfData) -> dict[str, Any]
 def _is_filled_cache(snapshot: Snapshot, of_data: OfData) -> bool:
     """Whether the only changes are new entries of a dict or a set that are no numbers and the same
     at every step: a cache fills itself again.
+
+    Args:
+        of_data: whether a tensor has values of the batch; such an entry differs between steps.
     """
     added = snapshot.came() if isinstance(snapshot.items, dict | set) else None
     if added is None:
@@ -224,7 +233,7 @@ def _values_in(value: Any, depth: int = 0) -> Iterator[Any]:
 
 
 def _refill(snapshot: Snapshot) -> None:
-    """Give a container its former items."""
+    """Give a container, in place, the items that it had when the snapshot was taken."""
     # Another thread may be reading an unchanged one.
     if snapshot.came() == []:
         return
@@ -317,7 +326,7 @@ def _restore_attributes(snapshot: Snapshot) -> None:
 
 
 def _state_of(value: Any) -> Any:
-    """Return a copy of the state of a random generator or an array."""
+    """Return a copy of the state of a random generator, an array or a tensor."""
     if isinstance(value, Tensor):
         return value.clone()
     if isinstance(value, (np.ndarray, *ARRAYS)):
@@ -339,7 +348,7 @@ def _changes_of_state(snapshot: Snapshot, _: OfData) -> dict[str, Any]:
 
 
 def _restore_state(snapshot: Snapshot) -> None:
-    """Write the former content back into the same object."""
+    """Write the former state back into the same random generator or array."""
     items = snapshot.items
     before = snapshot.before
     if isinstance(items, np.ndarray | Tensor):

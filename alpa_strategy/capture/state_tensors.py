@@ -159,7 +159,9 @@ class _Alike:
 
 
 def _description(value: Any) -> Any:
-    """Return structure, shapes, dtypes and plain values."""
+    """Return a description of a state, equal for states of one kind: the structure, the shape and
+    dtype of every tensor, and type and value of every other leaf.
+    """
     leaves, spec = pytree.tree_flatten(value)
     descriptions = []
     for leaf in leaves:

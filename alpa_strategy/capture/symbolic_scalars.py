@@ -407,7 +407,9 @@ class TraceNumbers:
             node.args = tuple(arguments.values())
 
     def _example(self, counter: StepCounter) -> float:
-        """Return the example of a number, the same for equal expressions."""
+        """Return the number that stands for a counter's expression in the trace, the same for equal
+        expressions and no other number of the step.
+        """
         symbol = symbolic(counter.expression, counter.value)
         if symbol not in self._examples:
             number = len(self._examples)

@@ -409,7 +409,13 @@ def _fake_inputs(
     These are parameters and buffers in the order of `names`, then the batch's tensors, each once.
 
     Args:
+        names: parameters and buffers, with all their names.
+        leaves: of the batch.
+        rows_flags: for each tensor among them, whether it has a batch dim.
         same: leaf -> the first leaf that is the same tensor.
+
+    Raises:
+        CaptureError: a tensor of the batch is sparse.
     """
     inputs: list[TracedInput] = []
     fakes: list[Tensor] = []

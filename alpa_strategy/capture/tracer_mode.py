@@ -39,8 +39,15 @@ _DATA, _SET_DATA = _OF_DATA.__get__, _OF_DATA.__set__  # what they give is no te
 
 
 class TracerMode(TorchFunctionMode):
-    """Notes for every traced node which submodule and which user line asked for it; refuses what
-    must not be traced.
+    """Records for every traced node which submodule and which line of the user's it comes from;
+    refuses what must not be traced.
+
+    Args:
+        module: whose step is traced.
+        origins: gets node -> (path of the submodule, the user's line).
+        device: on which the step is traced.
+        known: values of tensors that are the same at every step.
+        record: of the step's effects.
     """
 
     def __init__(
@@ -62,11 +69,18 @@ class TracerMode(TorchFunctionMode):
         self.outside = OutsideTensors()
 
     def _truth(self, tensor: Tensor) -> bool:
-        """`bool(tensor)`, also inside functions of torch, which the mode does not see into."""
+        """Return `bool(tensor)` in the step, also inside functions of torch, which the mode does
+        not see into.
+
+        A value that is the same at every step is returned. Of an `assert` or `if ...: raise` the
+        answer that passes is returned, and a check is recorded. Others are asked of the tensor,
+        which raises in a trace.
+        """
         answer = self.known.answer(_TRUTH, (tensor,), {})
         if answer is not UNKNOWN:
             return answer
-        asking = sys._getframe(2)  # 0: here, 1: the lambda, 2: who asks
+        # 0: here, 1: the lambda, 2: the caller.
+        asking = sys._getframe(2)
         answer = passing_answer(asking)
         if answer is None:
             return _TRUTH(tensor)
@@ -195,13 +209,16 @@ class TracerMode(TorchFunctionMode):
     def _created(
         self, call: Callable[..., Any], func: Any, args: Any, kwargs: Any, position: int
     ) -> Any:
-        """Call a function that creates a tensor from numbers, such as torch.tensor.
+        """Call a function that creates a tensor from StepCounters, such as torch.tensor, and return
+        the tensor.
 
-        The tensor is created, then filled by an op that has the number as an argument.
+        It is created with zeros, then filled by an op that has the counter as an argument. A list
+        of numbers becomes a stack of such tensors.
 
         Args:
             call: calls a function of torch.
-            position: of the argument with the numbers.
+            func: that creates tensors.
+            position: of the argument with the counter, or a list with counters, in `args`.
         """
         before = args[:position]
         content = args[position]
@@ -245,8 +262,13 @@ class TracerMode(TorchFunctionMode):
             self.__torch_function__(Tensor.copy_, (), (tensor, value))
 
     def _check_device(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Fake tensors of a device that this build does not have would end the process when
-        autograd sees them.
+        """Check that a call makes no tensor on another device than the step's.
+
+        Fake tensors of a device that this build does not have would end the process when autograd
+        sees them.
+
+        Raises:
+            CaptureError: it does.
         """
         candidates = (
             kwargs.get("device"),
@@ -265,8 +287,8 @@ class TracerMode(TorchFunctionMode):
 
 
 def _forget_constants(result: Any) -> None:
-    """That tensors are made of constants: here of examples, which `torch.tensor(step / 10).item()`
-    would give.
+    """Let make_fx forget the constants of which tensors in `result` are made: they are examples of
+    counters, which `torch.tensor(step / 10).item()` would return.
     """
     proxy_mode = get_proxy_mode()
     if proxy_mode is None:
@@ -280,24 +302,30 @@ def _forget_constants(result: Any) -> None:
 
 
 def _set_flag(tensor: Tensor, value: bool) -> None:
-    """`tensor.requires_grad = value`."""
+    """Set `tensor.requires_grad`, as in an eager step.
+
+    Raises:
+        CaptureError: it would freeze or unfreeze a parameter.
+    """
     if isinstance(tensor, nn.Parameter) and value != _FLAG.__get__(tensor):
         raise CaptureError(
             f"the step freezes or unfreezes a parameter ({user_frame()}): a captured step has all"
             " as they were",
             "do it in a hook such as on_train_batch_start",
         )
-    if tensor.is_leaf or value != _FLAG.__get__(
-        tensor
-    ):  # of others torch's own `requires_grad_(True)` does nothing
+    # torch's own `requires_grad_(True)` does nothing to others.
+    if tensor.is_leaf or value != _FLAG.__get__(tensor):
         _FLAG.__set__(tensor, value)
 
 
 def _refuse_functions_of_functions(
     func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> None:
-    """torch.cond, scan, while_loop and their like: what they do inside is a graph of its own, where
-    no layout goes.
+    """Refuse torch.cond, scan, while_loop and their like: they run functions as graphs of their
+    own, which cannot be sharded.
+
+    Raises:
+        CaptureError: `func` is one of them.
     """
     arguments = (*args, *kwargs.values())
     if isinstance(func, torch._ops.HigherOrderOperator) and any(

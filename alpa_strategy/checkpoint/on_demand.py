@@ -170,7 +170,12 @@ class LazyEntryGather:
         return sorted({number for number in numbers if number is not None})
 
     def _gathered(self, numbers: list[int], requested: int | None) -> Tensor | None:
-        """Gather these entries on all ranks, and return the one that this rank has requested."""
+        """Gather entries on all ranks, and return the one that this rank has requested. Collective.
+
+        Args:
+            numbers: of the entries, the same on all ranks.
+            requested: number of this rank's; None: it has requested none.
+        """
         result: Tensor | None = None
         # A tensor that is made under inference mode (a validation's end) cannot be changed later.
         with torch.inference_mode(False), torch.no_grad():

@@ -96,7 +96,15 @@ _ACCESS = "check the URL, the network, and whether this job may read there"
 
 
 def _open_at_url(url: str, weights_only: bool | None) -> dict[str, Any]:
-    """Open a checkpoint at a URL; shards are downloaded when they are used."""
+    """Return the content of a checkpoint at a URL; shards are downloaded when they are used.
+
+    Args:
+        weights_only: as of `torch.load`.
+
+    Raises:
+        FileNotFoundError: there is no checkpoint.
+        CheckpointError: it cannot be read.
+    """
     shards = _find_shards(url)
     with reading(url):
         if shards is None:
@@ -118,7 +126,7 @@ def _open_at_url(url: str, weights_only: bool | None) -> dict[str, Any]:
 
 
 def _find_shards(url: str) -> str | None:
-    """Return the result of `find_shards`.
+    """Return the URL of the folder with a checkpoint's shards; None if it is an ordinary file.
 
     Raises:
         FileNotFoundError: there is no checkpoint.

@@ -275,7 +275,15 @@ def export_checkpoint(
 
 
 def _export_to_path(source: str | Path, target: Path, weights_only: bool) -> Path:
-    """Write the file of `export_checkpoint` to an absolute path."""
+    """Write a checkpoint as an ordinary file to the absolute path `target`, and return that.
+
+    Args:
+        source: path or URL of the checkpoint.
+        weights_only: as of `torch.load`.
+
+    Raises:
+        CheckpointError: the source cannot be read, or the target cannot be written.
+    """
     if not is_possible(target) or target.is_dir():
         raise CheckpointError(
             f"{target} is a directory, or has a name that no file can have", "give a file's name"

@@ -405,8 +405,11 @@ def _full_states(
 
 
 def _described(value: Any, parameter: nn.Parameter) -> _StateValue:
-    """Return what rank 0 must know of a value of the optimizer's state: shape and dtype, but the
-    value itself if it is a number.
+    """Return the description of a value of the optimizer's state for rank 0: shape and dtype, but
+    the value itself if it is a number.
+
+    Args:
+        parameter: whose state it is.
     """
     if not isinstance(value, Tensor):
         return _StateValue(value, False, False)

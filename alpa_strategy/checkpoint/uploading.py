@@ -133,7 +133,16 @@ def _begin(url: str, group: Any) -> str:
 
 
 def _on_all_ranks(work: Callable[[], Any], url: str, folder: Path | None, group: Any) -> list[Any]:
-    """Run `work` on all ranks and return its results; any error is a CheckpointError on all."""
+    """Run `work` on all ranks, and return the results of all. Collective.
+
+    Args:
+        work: a part of an upload.
+        url: of the checkpoint, for the message.
+        folder: with this attempt's files, for the message.
+
+    Raises:
+        CheckpointError: it raised on any rank; raised on all.
+    """
 
     def checked() -> Any:
         try:
@@ -152,7 +161,10 @@ def _on_all_ranks(work: Callable[[], Any], url: str, folder: Path | None, group:
 
 
 def _remove_older_shards(url: str, current: str | None) -> None:
-    """Remove shards as of `_remove_shards`, after a checkpoint was written.
+    """Remove the shards of older checkpoints at a URL, after one was written.
+
+    Args:
+        current: name of the folder that stays; None: all go.
 
     Raises:
         CheckpointError: they cannot be removed.

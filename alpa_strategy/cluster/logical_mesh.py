@@ -147,7 +147,9 @@ def without_outliers(points: Sequence[tuple[int, float]]) -> tuple[tuple[int, fl
 
 
 def _non_decreasing(points: Sequence[tuple[int, float]]) -> list[float]:
-    """The seconds of `points`, each lowered to the least of all larger messages."""
+    """Return the seconds of `points` (bytes, seconds), each lowered to the least of all larger
+    messages.
+    """
     from_largest = [value for _, value in reversed(points)]
     return np.minimum.accumulate(from_largest)[::-1].tolist()
 

@@ -299,7 +299,10 @@ class ClusterSpec:
         return self._cache[key]
 
     def _positions(self, num_nodes: int, per_node: int) -> Iterator[Sequence[int]]:
-        """Global ranks of a submesh at every position that differs from the others."""
+        """Yield the global ranks of a submesh of `num_nodes` nodes with `per_node` devices.
+
+        It does so at every position that differs from the others: at one, if all links are alike.
+        """
         if self.is_uniform:
             ranks: list[int] = []
             for node in range(num_nodes):
@@ -312,7 +315,7 @@ class ClusterSpec:
             yield self._order[first : first + size]
 
     def _axis(self, grids: Sequence[np.ndarray], axis: int) -> MeshAxis:
-        """An axis of a mesh whose ranks are one of `grids`: the worst of them."""
+        """Return axis number `axis` of a mesh whose ranks are one of `grids`: the slowest one."""
         shape = grids[0].shape
         size = shape[axis]
         stride = strides(shape)[axis]
@@ -388,7 +391,11 @@ class ClusterSpec:
         return data
 
     def _submesh(self, submesh: tuple[int, int] | None) -> tuple[int, int]:
-        """`submesh`, checked, or the full cluster for None: (nodes, devices per node)."""
+        """Return (nodes, devices per node) of a submesh, or of the full cluster for None.
+
+        Raises:
+            ClusterError: the submesh is no part of the cluster.
+        """
         num_nodes, per_node = submesh or (self.num_nodes, self.devices_per_node)
         has_nodes = 1 <= num_nodes <= self.num_nodes
         has_devices = 1 <= per_node <= self.devices_per_node

@@ -170,6 +170,8 @@ class Topology:
     """The devices of a cluster by their global ranks, node by node.
 
     Args:
+        num_nodes: number of nodes.
+        per_node: devices of a node.
         inside: latency and bandwidth between any two devices of a node; if there are `links`,
             through the host.
         node: latency and bandwidth of a node's uplink.
@@ -244,10 +246,11 @@ class Topology:
         return GroupLink(latency, bandwidth, exchange, max(map(len, in_nodes)))
 
     def messages(self, sizes: Mapping[tuple[int, int], float]) -> tuple[float, float]:
-        """Return (latency, seconds) of messages in flight at the same time.
+        """Return (seconds of latency, seconds for the bytes without it) of messages in flight at
+        the same time.
 
-        Those of the slowest of: direct links, the devices' links to all others, and the uplinks of
-        blocks, out and in.
+        The bytes take as long as on the slowest of: direct links, the devices' links to all others,
+        and the uplinks of blocks, out and in. Messages of a device to itself take no time.
 
         Args:
             sizes: (source, target) -> bytes.
@@ -303,7 +306,9 @@ class Topology:
         return list(orders)
 
     def _device_digits(self) -> list[list[int]]:
-        """`_digits` of a node's devices: their halves, halves of these and so on, or levels."""
+        """Return `_digits` of a node's devices: of their halves, halves of these and so on; of the
+        levels if there are no links.
+        """
         if self._links is None:
             return _digits(self._blocks["devices"], self._per_node)
         _, halved = self._halved(tuple(range(self._per_node)))
@@ -350,7 +355,9 @@ class Topology:
         return self._split_halves[members]
 
     def _by_node(self, group: Order) -> Iterator[Order]:
-        """A group's devices node by node, as numbered within the node."""
+        """Yield, for each node, the devices of a group that are in it, as numbered within the node,
+        ascending.
+        """
         by_node: dict[int, list[int]] = {}
         for rank in group:
             by_node.setdefault(rank // self._per_node, []).append(rank % self._per_node)
@@ -380,7 +387,9 @@ class Topology:
         return self._reached[members]
 
     def _exchange(self, members: Order) -> float:
-        """Bytes/s of an all-to-all: over the pairs' direct links, or through the host."""
+        """Return the bytes/s of an all-to-all among devices of a node: over the pairs' direct
+        links, or through the host.
+        """
         _, host_bandwidth = self._inside
         if self._links is None:
             return host_bandwidth
@@ -395,7 +404,8 @@ class Topology:
 
 
 def _digits(levels: Sequence[Sequence[int]], count: int) -> list[list[int]]:
-    """Digits of each of `count` devices or nodes: its block at each level, then its position.
+    """Return the digits of each of `count` devices or nodes: its block at each level, the largest
+    blocks first, then its position.
 
     Each is numbered within the next larger block.
 
@@ -427,7 +437,12 @@ def _digits(levels: Sequence[Sequence[int]], count: int) -> list[list[int]]:
 
 
 def _sorted_by_digits(digits: Sequence[Sequence[int]], significance: Order) -> list[int]:
-    """Devices or nodes sorted by their digits, of which those named first count most."""
+    """Return the indices of devices or nodes sorted by their digits.
+
+    Args:
+        digits: of each, as of `_digits`.
+        significance: positions of the digits that are compared, the most significant first.
+    """
 
     def key(member: int) -> list[int]:
         return [digits[member][i] for i in significance]

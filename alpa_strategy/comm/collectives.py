@@ -150,7 +150,10 @@ class RankZero:
         return result
 
     def meet(self, name: str, text: str, timeout_seconds: float) -> dict[int, str]:
-        """Exchange a text under `name`; return those that arrived in time, by rank."""
+        """Exchange a text under `name`, and return rank -> text of those that arrived in time.
+
+        It waits until all ranks have sent one, or `timeout_seconds`.
+        """
         if self._alone:
             return {0: text}
         keys = [f"alpa/meet/{self._run}/{name}/{rank}" for rank in range(self._size)]

@@ -222,7 +222,9 @@ def _exact_bytes(n: int, size: int) -> int:
 
 
 def _collective(axis: AxisComm, kind: str, size: int, device: torch.device) -> Callable[[], object]:
-    """A call of `kind` on a full tensor [axis size, columns] of `_exact_bytes`."""
+    """Return a function that runs a collective of kind `kind` on a full tensor [axis size, columns]
+    of `_exact_bytes`.
+    """
     n = axis.size
     full = torch.ones(n, _exact_bytes(n, size) // (4 * n), device=device)
     calls: dict[str, Callable[[], object]] = {
@@ -301,7 +303,12 @@ def measure_slowdown(mesh: MeshComm, device: torch.device = CPU, seconds: float 
 
 
 def _agreed_device(mesh: MeshComm, spec: DeviceSpec, device: torch.device) -> DeviceSpec:
-    """The weakest of the ranks' devices in every figure: all ranks wait for it."""
+    """Return a device that is in every figure the weakest of the ranks' devices: all ranks wait for
+    it. Collective.
+
+    Args:
+        spec: of this rank's device.
+    """
     dtypes = [dtype for dtype, _ in spec.peak_flops]
     rates = [spec.memory_bytes, spec.memory_bandwidth, *(peak for _, peak in spec.peak_flops)]
     launch, *agreed = _agreed_max(mesh, [spec.launch_seconds, *(-rate for rate in rates)], device)
@@ -319,11 +326,12 @@ def _agreed_device(mesh: MeshComm, spec: DeviceSpec, device: torch.device) -> De
 def _fit_link(
     tables: list[CommTable], num_nodes: int, devices_per_node: int, *, across: bool
 ) -> Link | None:
-    """The link that explains the measured all-reduces; None if there are none.
+    """Return the link that explains the measured all-reduces; None if there are none.
 
     Its latency is that of the fastest small one, its bandwidth that of the best large one.
 
     Args:
+        tables: of all mesh axes.
         across: whether it is the link between nodes (whose bandwidth all groups share), or the one
             inside nodes.
     """

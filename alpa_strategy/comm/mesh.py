@@ -125,7 +125,13 @@ class AxisComm:
     def start_all_gather(
         self, tensor: Tensor, dim: int, total: int, at_once: bool = False
     ) -> Pending:
-        """Launch `all_gather`; `at_once`: the caller waits for it at once."""
+        """Launch `all_gather`; its `Pending` gives the joined tensor.
+
+        Args:
+            dim: along which the chunks are joined.
+            total: size of that dim in the result.
+            at_once: the caller waits for it at once.
+        """
         sizes = chunk_sizes(total, self.size)
         self._check_size(tensor, dim, sizes[self.index])
         if self.size == 1:
@@ -152,7 +158,12 @@ class AxisComm:
         return self.start_reduce_scatter_of(tensor, dim, at_once=True).wait()
 
     def start_reduce_scatter_of(self, tensor: Tensor, dim: int, at_once: bool = False) -> Pending:
-        """Launch `reduce_scatter`; `at_once`: the caller waits for it at once."""
+        """Launch `reduce_scatter`; its `Pending` gives this device's chunk of the sum.
+
+        Args:
+            dim: along which the sum is split.
+            at_once: the caller waits for it at once.
+        """
         if self.size == 1:
             return Pending(lambda: tensor)
         tensor = tensor.detach()
@@ -323,7 +334,7 @@ def as_bytes(tensor: Tensor) -> Tensor:
 
 
 def _renamed(library: Any, new: str, old: str) -> Callable[..., Any]:
-    """A collective by its name in torch 2.13, or by the older one, which is deprecated there."""
+    """Return a library's collective by its name in torch 2.13, `new`, or by the one before it."""
     return getattr(library, new, None) or getattr(library, old)
 
 
@@ -470,7 +481,15 @@ def message_groups(channels: Sequence[Sequence[int]], group: Any = None) -> list
 def _build_one(
     shape: tuple[int, ...], ranks: tuple[int, ...], group: Any, library: Any, own_groups: str
 ) -> MeshComm | None:
-    """Make a mesh; None if this rank is not on it. Collective, see `build_stage_meshes`."""
+    """Make a mesh, with its process groups; None if this rank is not on it. Collective.
+
+    Args:
+        ranks: of the mesh, in row-major order.
+        group: process group of the job; None: all ranks.
+        library: that runs the collectives.
+        own_groups: the mesh's purpose if it has process groups of its own; empty: it shares those
+            of other meshes.
+    """
     rank = rank_in(group)
     grid = np.array(ranks).reshape(shape)
     mesh_group = _group_of(ranks, (own_groups, shape), group, bool(own_groups))

@@ -56,7 +56,9 @@ class Outbox:
         self._background = Background("alpa-outbox")
 
     def send(self, ops: Sequence[dist.P2POp]) -> None:
-        """Launch all sends."""
+        """Launch sends, and keep their tensors until they are sent. With gloo, a background thread
+        waits for them when they hold more than `HELD_BYTES`.
+        """
         for op in ops:
             self._held.append((op, _launch(op)))
             self._held_bytes += op.tensor.numel()
@@ -239,7 +241,7 @@ class Transfer:
         return results
 
     def _join(self, pieces: list[tuple[Piece, Tensor]], box: Box, dtype: torch.dtype) -> Tensor:
-        """The tensor of `box` from the pieces that cover it."""
+        """Return the tensor of `box`, put together from the pieces that cover it."""
         if len(pieces) == 1:
             piece, tensor = pieces[0]
             if piece.box == box:
@@ -311,7 +313,11 @@ def exchange(
 
 
 def _pack(slots: list[_Slot], pieces: list[Tensor]) -> Tensor:
-    """One flat buffer of bytes; a single contiguous piece is not copied."""
+    """Return one flat buffer with the bytes of all pieces; a single contiguous piece is not copied.
+
+    Args:
+        slots: where each piece is in the buffer.
+    """
     flat = [as_bytes(piece.contiguous()) for piece in pieces]
     if len(flat) == 1:
         return flat[0]
@@ -330,7 +336,7 @@ def _within(box: Box, outer: Box) -> tuple[slice, ...]:
 
 
 def _dual(layout: Layout) -> DualLayout:
-    """The dual layout of values that have no gradient here."""
+    """Return the dual layout of values in `layout` whose gradients do not matter here."""
     placements = []
     for placement in layout:
         if isinstance(placement, Shard):

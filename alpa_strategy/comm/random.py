@@ -67,9 +67,12 @@ class ShardedRandom:
         return result
 
     def _state(self, random_axes: tuple[int, ...], generator: torch.Generator) -> Tensor:
-        """Return the generator's state for values that differ along `random_axes` of the mesh and
+        """Return the state of the stream of values that differ along `random_axes` of the mesh and
         are the same along the others: the last one, or a first one made of the seed and this
         device's coordinates.
+
+        Args:
+            generator: of the device on which they are drawn.
         """
         state = self._states.get((random_axes, generator.device.type))
         if state is None:
@@ -82,10 +85,11 @@ class ShardedRandom:
         return state
 
     def bookmark(self) -> Replay:
-        """Remember what will be drawn from here on: a function that gives a context in which it is
-        drawn once more.
+        """Remember the present state of the generators.
 
-        Numbers drawn afterwards go on as if that context had not been.
+        Returns:
+            A function that makes a context in which the numbers drawn from here on are drawn once
+            more. After it, the generators continue as if it had not been.
         """
         at_start = dict(self._states)
         alone = (
@@ -118,7 +122,9 @@ class ShardedRandom:
         return {"seed": self._seed, "states": states}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue where `state_dict` was taken (same mesh, same device)."""
+        """Set the seed and the streams to those of `state`, which this rank's `state_dict` returned
+        on the same mesh and device.
+        """
         self._seed = state["seed"]
         self._states = {}
         for key, value in state["states"].items():

@@ -227,7 +227,12 @@ class Sums:
         self._in_flight: deque[tuple[Pending, int]] = deque()
 
     def add(self, coming: Pending, num_bytes: int) -> None:
-        """Record a sum that was launched; wait for the oldest ones if there are too many."""
+        """Record a sum that was launched; wait for the oldest ones if they have too many bytes.
+
+        Args:
+            coming: the sum.
+            num_bytes: of it.
+        """
         self._in_flight.append((coming, num_bytes))
         self._bytes += num_bytes
         while self._bytes > self._most_bytes:
@@ -290,7 +295,9 @@ class Sum:
 
 
 def _sums(steps: tuple[LocalStep, ...], mesh: MeshComm) -> tuple[Sum, ...]:
-    """The sums that `steps` are, one per step or one over all axes at once; () if they are not."""
+    """Return the sums over devices that the resharding `steps` are, one per step or one over all
+    axes at once; () if they are anything else.
+    """
     sums = []
     for axes, dim in sums_of([(step.axis, step.src, step.dst) for step in steps], mesh.shape):
         devices = mesh.axes[axes[0]] if len(axes) == 1 else mesh.all_devices

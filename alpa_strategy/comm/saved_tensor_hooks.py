@@ -137,7 +137,7 @@ class _Recomputed:
 
 @dataclass
 class _SavedView:
-    """What autograd saves instead of a view of a tensor that has a recipe.
+    """Saved by autograd instead of a view of a tensor that has a recipe.
 
     The view may read the tensor's memory as another dtype.
     """
@@ -297,7 +297,9 @@ class SavedTensorHooks:
         self._hooks = None
 
     def _pack(self, tensor: Tensor) -> Any:
-        """What autograd saves for `tensor`: a view with a recipe, or the tensor if it has none."""
+        """Return the object that autograd saves for `tensor`: a view with a recipe, or the tensor
+        itself if its memory has none.
+        """
         recipe = None
         # A sparse tensor, for example, has no storage by which to recognize it.
         if tensor.layout is torch.strided:

@@ -77,7 +77,12 @@ class Entry:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Plan every combination, and print them with time, memory and cost."""
+    """Plan every combination of `alpa compare`, print them with time, memory and cost, and return
+    the exit code.
+
+    Raises:
+        OptionError: there are not as many prices as clusters.
+    """
     check_is_recipe(arguments.recipe)
     prices = arguments.prices or []
     if prices and len(prices) != len(arguments.clusters):
@@ -116,7 +121,7 @@ def _entries(arguments: argparse.Namespace, prices: Sequence[float]) -> Iterator
 
 
 def comparison_table(entries: Sequence[Entry]) -> Table:
-    """Return a table with a row for each entry; the best of each column is bold."""
+    """Return a table with a row for each entry; that of the fastest is bold."""
     has_prices = any(entry.price is not None for entry in entries)
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     for column in ("cluster", "plan"):

@@ -50,7 +50,12 @@ def stored_plan(path: str, progress: Progress) -> StoredPlan:
 
 
 def task_of(origin: Origin, progress: Progress) -> PlanTask:
-    """Return the task of planning a recipe, or a model by name, for a cluster."""
+    """Capture a recipe, or a model by name, and return the task of planning it for a cluster.
+
+    Args:
+        origin: recipe, cluster and overrides.
+        progress: shows the phases.
+    """
     from alpa_strategy.fit.variation import CapturedRequests
 
     to_cluster, overrides = split_overrides(origin.overrides)
@@ -81,7 +86,7 @@ def check_has_flags(path: str, origin: Origin) -> None:
 
 
 def request_of(origin: Origin, cluster: ClusterSpec) -> FitRequest | None:
-    """Return what was asked of a model by name; None: the origin is a recipe.
+    """Return the request of a model by name; None if the origin is a recipe.
 
     Args:
         origin: a recipe or a model by name.

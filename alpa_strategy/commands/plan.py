@@ -204,7 +204,12 @@ def _planned(
     progress: Progress,
     results: PartialResults,
 ) -> tuple[Plan, "PlanTask"]:
-    """Return the plan of the recipe with `overrides` on `cluster`, and its task."""
+    """Return the plan of the recipe with `overrides` on `cluster`, and its task.
+
+    Args:
+        arguments: of `alpa plan`: recipe, search, plan to stay close to.
+        results: stores partial results.
+    """
     from alpa_strategy.planner.planner import plan_captured
 
     recipe = load_recipe(arguments.recipe, overrides)
@@ -241,6 +246,9 @@ def _tuned(
 ) -> tuple[Plan, "PlanTask", int]:
     """Plan with several batch sizes around the recipe's, print a table, and return the best plan
     with its task and its batch size.
+
+    Args:
+        planned: overrides -> (plan, task).
 
     Raises:
         AlpaError: the recipe has no batch size, or no batch size has a plan.

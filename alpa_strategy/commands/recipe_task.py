@@ -106,7 +106,11 @@ def captured_by_name(
 
 
 def check_plannable(recipe: Recipe) -> None:
-    """Raise OptionError if an option leaves no plan of all devices."""
+    """Check that there is a plan of all devices, with captured steps.
+
+    Raises:
+        OptionError: an option of the recipe leaves none.
+    """
     limits = recipe_limits(recipe)
     option = eager_option(plan_options(recipe), limits)
     if option is None and limits.replicas:

@@ -132,7 +132,9 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _planner(origin: Origin, progress: Progress) -> Callable[[Variation], Planning]:
-    """Return a function from a variation to its task and what plans it."""
+    """Return a function: variation -> (its task, a function that plans it). Captured steps are
+    shared between variations.
+    """
     from alpa_strategy.fit.variation import CapturedRequests
     from alpa_strategy.planner.planner import plan_captured
 
@@ -154,7 +156,8 @@ def _is_plan_file(name: str) -> bool:
 
 
 def _origin(arguments: argparse.Namespace, stored: Plan | None) -> Origin:
-    """Return what is varied: a recipe on a cluster, or what a stored plan was made from.
+    """Return the recipe, cluster and overrides that are varied: those of the arguments, or those
+    from which a stored plan was made.
 
     Args:
         stored: the plan of the first argument; None: that is a recipe or a model by name.
@@ -184,6 +187,10 @@ def _origin(arguments: argparse.Namespace, stored: Plan | None) -> Origin:
 
 def _varied(origin: Origin, base: Variation, changes: Sequence[str], label: str) -> Variation:
     """Return `base` with changes of the cluster and the recipe.
+
+    Args:
+        changes: texts KEY=VALUE, as of `--set`.
+        label: of the result.
 
     Raises:
         OptionError: a change is not of the form KEY=VALUE, or `2x` of what is no number.
@@ -216,7 +223,17 @@ def _varied(origin: Origin, base: Variation, changes: Sequence[str], label: str)
 
 
 def _value(text: str, value: str, known: Mapping[str, Any], key: str) -> str:
-    """Return the new value of a field: the text itself, or a multiple of the present one."""
+    """Return the new value of a field: the text itself, or a multiple of the present one.
+
+    Args:
+        text: the whole `--set`, for messages.
+        value: the new value, or `2x`.
+        known: the present fields, nested.
+        key: path of the field, `inter_node.bandwidth`.
+
+    Raises:
+        OptionError: a multiple of a field that does not exist or is no number.
+    """
     factor = _FACTOR.fullmatch(value)
     if factor is None:
         return value
@@ -241,7 +258,16 @@ def _value(text: str, value: str, known: Mapping[str, Any], key: str) -> str:
 
 
 def _sized(origin: Origin, to_cluster: Mapping[str, Any], text: str, value: str) -> dict[str, str]:
-    """Return the fields of a cluster of `value` devices: as many full nodes, or a part of one."""
+    """Return the fields of a cluster of `value` devices: as many full nodes, or a part of one.
+
+    Args:
+        to_cluster: overrides of the cluster so far.
+        text: the whole `--set`, for messages.
+        value: a number, or a multiple of the present one.
+
+    Raises:
+        OptionError: it is no number, or needs a part of a node in addition to full ones.
+    """
     cluster = ClusterSpec.load(origin.cluster, dict(to_cluster))
     number = _value(text, value, {"devices": cluster.num_devices}, "devices")
     if not number.isdigit() or int(number) < 1:
@@ -329,7 +355,7 @@ def _overview(
 
 
 def _warnings(variations: Sequence[Variation], plans: Sequence[Plan | None]) -> list[str]:
-    """Return what is assumed of the rates of the devices, with the variations that it is for."""
+    """Return warnings on assumed FLOP/s of devices, each with the variations that it is for."""
     labels: dict[str, list[str]] = {}
     for variation, plan in zip(variations, plans, strict=True):
         text = "" if plan is None else assumed_rates_text(plan)
@@ -348,8 +374,13 @@ def _unchanged_cell(unchanged: UnchangedPlan) -> Text:
 
 
 def _reasons(before: Plan, after: Plan, unchanged: UnchangedPlan) -> list[str]:
-    """Return sentences: what the unchanged plan would take, what a new one saves, and what limits
-    it.
+    """Return sentences: the seconds of the unchanged plan, how many the new plan saves, and what
+    limits that.
+
+    Args:
+        before: the unchanged plan.
+        after: the new plan.
+        unchanged: how the unchanged plan would run in the varied case.
     """
     lines = []
     step = after.predicted.step_seconds

@@ -28,7 +28,9 @@ def add_arguments(why: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the answer, and add it to the page that is stored beside the plan."""
+    """Explain a layout for `alpa why`, print the answer, add it to the details and the page that
+    are stored beside the plan, and return the exit code.
+    """
     from alpa_strategy.commands.origin import stored_plan
     from alpa_strategy.loading import rare_collections
     from alpa_strategy.planner.explain import explain
@@ -56,7 +58,11 @@ def with_explanation(details: PlanDetails, answer: Explanation) -> PlanDetails:
 
 
 def explanation_table(answer: Explanation, show_all: bool = False) -> RenderableType:
-    """Return an answer as a table of layouts, with its reasons below."""
+    """Return an answer as a table of layouts, with its reasons below.
+
+    Args:
+        show_all: show all layouts, not only the `MAX_ROWS` best.
+    """
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("layout")
     for column in (
@@ -83,7 +89,7 @@ def explanation_table(answer: Explanation, show_all: bool = False) -> Renderable
 
 
 def _add_row(table: Table, choice: LayoutChoice, chosen: LayoutChoice, style: str) -> None:
-    """Add the row of a layout: its seconds, bytes and difference from the chosen one."""
+    """Add the row of `choice`: its seconds, bytes and difference from the chosen layout."""
     layout = plain(choice.layout + (" (plan)" if choice is chosen else ""))
     if choice.seconds is None:
         table.add_row(layout, Text("does not fit", style="red"), style=style)

@@ -204,7 +204,13 @@ def _view_backward(call: OpCall, name: str, grads: list[TensorMeta]) -> Work:
 
 
 def _gather_work(call: OpCall, flops: float, grads: list[TensorMeta]) -> tuple[Work, Work]:
-    """Rows are read by index; in the backward they are added to a gradient of zeros."""
+    """Return the work of forward and backward of an op that reads rows by index: in the backward
+    they are added to a gradient of zeros.
+
+    Args:
+        flops: of the forward.
+        grads: the gradients that the backward computes; none: no backward.
+    """
     result_bytes = _bytes_of(call.results)
     index_bytes = _bytes_of(call.operands[1:])
     forward = Work(flops, 2 * result_bytes + index_bytes, 1)
@@ -214,7 +220,13 @@ def _gather_work(call: OpCall, flops: float, grads: list[TensorMeta]) -> tuple[W
 
 
 def _free_backward(call: OpCall, name: str, grads: list[TensorMeta]) -> Work:
-    """The gradient is passed on; a broadcast operand's is summed over the dims that it lacks."""
+    """Return the work of a backward that passes the gradient on: that of a broadcast operand is
+    summed over the dims that it lacks.
+
+    Args:
+        name: of the op.
+        grads: the gradients that the backward computes.
+    """
     summed = []
     if name in ("add", "sub"):
         num_elements = math.prod(call.results[0].shape)

@@ -125,7 +125,12 @@ def _input(
     inputs: dict[tuple[int, TensorMeta], Tensor],
     device: torch.device,
 ) -> Tensor:
-    """Data of a value that no call computes, the same in every round: small floats, integers 0."""
+    """Return the data of a value that no call computes: small floats, integers 0, True.
+
+    Args:
+        value: its index.
+        inputs: data so far, which are returned again; gets the new ones.
+    """
     key = value, meta
     if key not in inputs:
         if meta.dtype.is_floating_point:

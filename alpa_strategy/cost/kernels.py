@@ -106,7 +106,11 @@ class _KernelRecorder(TorchDispatchMode):
         return key
 
     def kernels(self, results: list[Tensor]) -> Kernels:
-        """Return what was recorded; `results` leave the op, so they are written to memory."""
+        """Return the recorded kernels and the bytes that they read and write.
+
+        Args:
+            results: of the op, which are written to memory.
+        """
         leaving = {self._note(tensor) for tensor in results}
         needed = self._read_by_products | leaving
         written = [key for key in self._made_of if key in needed]

@@ -281,7 +281,7 @@ def time_call(
 
 
 def random_operand(meta: TensorMeta, device: torch.device) -> torch.Tensor:
-    """Make data that every op accepts.
+    """Return a tensor like `meta`, with its `requires_grad`, of data that every op accepts.
 
     Floats in [0, 1), integers 0 (a valid index of any tensor), booleans True.
     """

@@ -57,7 +57,7 @@ class OpCosts(Protocol):
         ...
 
     def saved(self, call: OpCall) -> Saved:
-        """Return what autograd saves of the call until its backward."""
+        """Return the tensors of the call that autograd saves until its backward."""
         ...
 
     def optimizer_seconds(
@@ -106,7 +106,7 @@ class RooflineCosts:
         return self._seconds[call]
 
     def saved(self, call: OpCall) -> Saved:
-        """Return what autograd saves of `call`, found by a run on fake tensors."""
+        """Return the tensors of `call` that autograd saves, read off a run on fake tensors."""
         if call not in self._saved:
             saved = find_saved(call, on_accelerator=not self.device.is_cpu, compiled=self.compiled)
             kernels = self._kernels_of(call) if self.compiled else None
@@ -165,7 +165,7 @@ class RooflineCosts:
         return self.compiled and call.target not in CUSTOM_OPS and product_kind(call) is None
 
     def _kernel_seconds(self, kernels: Kernels) -> float:
-        """Seconds of the kernels of one direction of a user's autograd.Function."""
+        """Return the seconds of the kernels of one direction of a user's autograd.Function."""
         if self.compiled:
             other_work = kernels.fused
         else:

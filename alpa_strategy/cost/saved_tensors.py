@@ -50,7 +50,7 @@ FUSED_KERNELS = {
 
 @dataclass(frozen=True)
 class Saved:
-    """What autograd saves of one op until its backward."""
+    """The tensors of one op that autograd saves until its backward."""
 
     # of each operand, whether it is saved
     operands: tuple[bool, ...]
@@ -98,7 +98,12 @@ def _fake_mode() -> FakeTensorMode:
 
 
 def _saved_of(call: OpCall, on_accelerator: bool, compiled: bool) -> Saved:
-    """Return what `find_saved` does, found anew."""
+    """Return the tensors of an op that autograd saves, without a cache.
+
+    An op that does not run on fake tensors is assumed to save its floating-point operands.
+
+    Args: as of `find_saved`.
+    """
     nothing = Saved((False,) * len(call.operands), (False,) * len(call.results), 0)
     operands_need_grad = any(meta.requires_grad for meta in call.operands)
     results_need_grad = any(meta.requires_grad for meta in call.results)
@@ -136,9 +141,12 @@ def _saved_of(call: OpCall, on_accelerator: bool, compiled: bool) -> Saved:
 
 
 def _saved_by_attention(call: OpCall, no_results: tuple[bool, ...], num_rows: int) -> Saved:
-    """What flash attention saves: operands, the result and the log-sum-exp per row in float32.
+    """Return the tensors that flash attention saves: operands, the result and the log-sum-exp per
+    row in float32. A boolean mask is saved as numbers of the query's dtype.
 
-    A boolean mask is saved as numbers of the query's dtype.
+    Args:
+        no_results: False for each result.
+        num_rows: rows of the queries, over all batch dims and heads.
     """
     is_mask = [meta.dtype == torch.bool for meta in call.operands]
     mask_elements = 0
@@ -269,7 +277,7 @@ class LiveStorages(TorchDispatchMode):
 
 
 def _storage(tensor: Tensor) -> int:
-    """Return what identifies a tensor's storage."""
+    """Return an identity of a tensor's storage."""
     return tensor.untyped_storage()._cdata
 
 

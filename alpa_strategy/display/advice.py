@@ -96,7 +96,7 @@ def _pins_of_waiting(plan: Plan) -> list[str]:
 
 
 def _advice_on_idle_devices(plan: Plan, idle: Sequence[float], mean: float) -> str:
-    """Return what would shorten the time in which devices are idle, as far as it is known.
+    """Return a text of a change that would shorten the time in which devices are idle.
 
     Args:
         plan: a pipeline.

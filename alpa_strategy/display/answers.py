@@ -11,7 +11,7 @@ from alpa_strategy.ir.plan import Plan
 
 @dataclass(frozen=True)
 class Answers:
-    """What a plan is shown with."""
+    """The limits of a plan's step, and the change that would help it most."""
 
     # Of `findings`.
     findings: tuple[str, ...]
@@ -34,8 +34,8 @@ _last: _LastAnswers | None = None
 
 
 def answers_of(plan: Plan, memory_limit: float | None = None) -> Answers:
-    """Return what limits a plan and what would help it most. The answers of the last plan are
-    remembered, as long schedules take seconds to lay out.
+    """Return the limits of a plan's step and the change that would help it most. Those of the last
+    plan are cached, as long schedules take seconds to lay out.
 
     Args:
         plan: to show.

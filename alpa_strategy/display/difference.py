@@ -24,7 +24,7 @@ Layouts = Mapping[str, tuple[str, str]]
 
 
 def difference_table(names: Sequence[str], before: Plan, after: Plan) -> RenderableType:
-    """Return what differs between two plans.
+    """Return tables of the differences between two plans: figures, decisions and parameters.
 
     Args:
         names: of the two, as column titles.
@@ -80,7 +80,9 @@ def _figures(plan: Plan) -> TaskFigures:
 
 
 def change(old: float, new: float) -> Text:
-    """Return how a number changes, in percent; less is good."""
+    """Return how a number changes from `old` to `new`, in percent: green if it gets less, else red.
+    Empty if the two are about the same.
+    """
     if old == new:
         return Text("")
     if old <= 0 or not math.isfinite(new / old):
@@ -127,7 +129,7 @@ def stages_text(plan: Plan) -> str:
 
 
 def _recomputed(plan: Plan) -> str:
-    """Return what is recomputed in the backward."""
+    """Return a text with the numbers of stages and ops that a plan recomputes in the backward."""
     num_stages = sum(stage.remat for stage in plan.stages)
     num_ops = sum(len(stage.recomputed) for stage in plan.stages)
     words = []
@@ -149,7 +151,11 @@ def _layouts(plan: Plan) -> Layouts:
 
 
 def _parameters(names: Sequence[str], before: Plan, after: Plan) -> RenderableType:
-    """Return a table of the parameters that are stored differently, equal ones in one row."""
+    """Return a table of the parameters that two plans store differently, equal ones in one row.
+
+    Args:
+        names: of the two plans, for the columns.
+    """
     old, new = _layouts(before), _layouts(after)
     groups: dict[tuple, list[str]] = {}
     for name in dict.fromkeys((*old, *new)):

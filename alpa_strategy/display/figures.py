@@ -36,8 +36,8 @@ def opening(
     process_bytes: int = 0,
     max_findings: int | None = None,
 ) -> list[RenderableType]:
-    """Return what a plan is shown with first: the phases of an iteration, the headline, and its
-    figures. Args: as of `figures_table`.
+    """Return the first sections of a plan's display: the phases of an iteration, the headline, and
+    its figures. Args: as of `figures_table`.
     """
     sections: list[RenderableType] = []
     if plan.phases:

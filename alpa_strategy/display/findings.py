@@ -30,8 +30,8 @@ _WORDS = {
 
 
 def findings(plan: Plan) -> list[str]:
-    """Return what takes a step's time, the largest part first, which boundaries are slow, and the
-    collective that takes longest.
+    """Return sentences: the parts of a step's time, the largest first, the slow boundaries between
+    stages, and the collective that takes longest.
     """
     # Messages are part of waiting, and come before it.
     largest, *others = _parts(plan) or [""]

@@ -142,8 +142,8 @@ def measured_table(measured: MeasuredSteps, plan: Plan) -> RenderableType:
 
 
 def profile_notes(measured: MeasuredSteps, plan: Plan) -> str:
-    """Return what is to be known beside the table of profiled steps: of which run they are, and
-    what was predicted for them.
+    """Return a text below the table of profiled steps: of which run they are, and the seconds that
+    were predicted for them.
 
     Args:
         measured: of a run of the plan, with a profile.
@@ -164,6 +164,7 @@ def profile_notes(measured: MeasuredSteps, plan: Plan) -> str:
 
 
 def _step_line(measured: MeasuredSteps, plan: Plan) -> Text:
+    """Return a line with the measured and the predicted seconds of a step, and its rates."""
     seconds = measured.step_seconds
     shown = "not known" if seconds is None else format_seconds(seconds)
     in_run = plan_in_run(plan, measured.predicted_seconds).predicted.step_seconds

@@ -77,7 +77,9 @@ def op_rows(pattern: str = "*") -> list[OpRow]:
 
 
 def op_table(rows: Sequence[OpRow]) -> RenderableType:
-    """Return the ops as a table, with the figures of the full database below it."""
+    """Return a table with a row per op: name, where its rule comes from, rule and proof. The
+    figures of PyTorch's full operator database are below it.
+    """
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("op", overflow="fold", ratio=5)
     table.add_column("rule from", overflow="fold")

@@ -66,7 +66,9 @@ def total_seconds(clock: StepClock, details: StageDetails) -> float:
 
 
 def total_text(plan: Plan, stage: StagePlan, details: StageDetails) -> str:
-    """Return what a stage's ops and parameters take in a step, and what is left of it."""
+    """Return a text with the seconds of a stage's ops and parameters in a step, and how many of
+    them overlap with other work.
+    """
     total = total_seconds(StepClock.of(plan, stage), details)
     step = stage.predicted.step_seconds
     text = f"all ops and updates take {format_seconds(total)} of a step"

@@ -227,8 +227,8 @@ def batch_words(figures: TaskFigures) -> str:
 
 
 def task_words(plan: Plan) -> str:
-    """Return what a plan was made for, as far as it is known, such as `1024 samples of 1024 tokens,
-    16 a micro-batch, 16-mixed, AdamW; pinned: num_microbatches=64`.
+    """Return a text of the task for which a plan was made, as far as it is known, such as `1024
+    samples of 1024 tokens, 16 a micro-batch, 16-mixed, AdamW; pinned: num_microbatches=64`.
     """
     figures = plan.figures
     if figures is None:

@@ -190,7 +190,7 @@ def seconds_legend(parts: Mapping[str, float]) -> Text:
 
 
 def seconds_bar(parts: Mapping[str, float]) -> Text:
-    """Return a bar with a piece for each of the named seconds."""
+    """Return a bar with a piece for each part of a step, by name in `PART_STYLES` its seconds."""
     # In units of the largest one no sum overflows, whatever numbers a file has.
     largest = max(parts.values())
     total = sum(seconds / largest for seconds in parts.values())

@@ -85,6 +85,10 @@ def _names_of_list_items(root: nn.Module, callable_modules: Mapping[str, nn.Modu
     """Return the names of the innermost items of lists of modules that have submodules.
 
     A layer without submodules is left out: autograd saves no more in it than its inputs.
+
+    Args:
+        root: whose lists are searched.
+        callable_modules: its modules whose forward is called, by name.
     """
     items: set[nn.Module] = set()
     for container in root.modules():
@@ -129,7 +133,11 @@ class Recomputation:
         return self._checkpoint.installed(self._modules)
 
     def after_forward(self, loss: Tensor) -> str | None:
-        """Learn what the forward of `loss` has saved; return a line for the log, if any."""
+        """Measure the bytes that the forward of `loss` has saved for the backward.
+
+        Returns:
+            A line for the log; None if there is nothing new.
+        """
         return None if self._budget is None else self._budget.ends_in(loss)
 
 
@@ -305,9 +313,11 @@ class ActivationBudget:
         return is_short
 
     def _pending_bytes(self, default_input_bytes: int, default_ratio: float) -> float:
-        """Bytes that modules not yet called save if they are not recomputed.
+        """Return the bytes that modules not yet called save if they are not recomputed.
 
-        The defaults stand for what is not known of a module yet.
+        Args:
+            default_input_bytes: bytes of inputs of a module that has not been called yet.
+            default_ratio: saved bytes per byte of inputs of a kind that has not been measured.
         """
         total = 0.0
         for name in self._pending:
@@ -317,7 +327,13 @@ class ActivationBudget:
         return total
 
     def learn(self, name: str, output: Any, arguments: Iterable[Any]) -> Any:
-        """Measure the bytes saved in a module that was not recomputed, and return its `output`."""
+        """Measure the bytes saved in a module that is not recomputed, and return its `output`.
+
+        Args:
+            name: of the module.
+            output: of its forward.
+            arguments: of its forward.
+        """
         kind = self._kinds[name]
         num_bytes = self._input_bytes.get(name, 0)
         input_versions = self._input_versions

@@ -121,6 +121,10 @@ def _captured(
 
     Inputs and results of a phase that does not train come from other phases and go to others: they
     have the layouts that are best for it.
+
+    Args:
+        num_ranks: whose samples are joined.
+        context: in which the phase is traced.
     """
     # Every graph has a loss. That of a phase that does not train is removed below.
     placeholder_loss = torch.zeros((), device="meta", requires_grad=True)
@@ -274,8 +278,11 @@ class _PhasePrices:
         return self._state_bytes + sum(parameter.num_bytes for parameter in self.stored.values())
 
     def cost_of(self, name: str, phase: Phase, step: StepGraph) -> PhaseCost:
-        """Return the cost of the best way to run a phase; its peak is what it adds to all that is
-        stored between phases.
+        """Return the cost of the best way to run a phase: in the stored layouts of parameters, or
+        in layouts of its own, into which they are moved.
+
+        The peak of the cost is the bytes that it adds to those stored between phases. Parameters
+        that no earlier phase has are stored from now on as this phase has them.
         """
         if phase.trains:
             seconds = self._training.predicted.step_seconds

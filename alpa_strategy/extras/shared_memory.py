@@ -275,6 +275,11 @@ def _shared_by_all(
 ) -> SharedMemoryGroup | None:
     """Map rank 0's file at `path` on every rank if all are on one host. Collective.
 
+    Args:
+        path: of the file, on rank 0; None elsewhere, and if it could not be made.
+        size: number of ranks.
+        total_bytes: of the file.
+
     Returns:
         The group once all ranks have mapped the file; None if there is no file, or several hosts.
     """

@@ -26,7 +26,7 @@ _LORA_RANK = 16
 
 @dataclass(frozen=True)
 class FitCase:
-    """What a plan is made for."""
+    """A model's step, the cluster and the options for which a plan is made."""
 
     task: FitTask
     cluster: ClusterSpec
@@ -101,7 +101,11 @@ def nearest_changes(
 
 
 def possible_changes(case: FitCase, fits: bool) -> Iterator[Change]:
-    """Yield changes, those that cost the user least first."""
+    """Yield changes of a case that may make it fit or faster, those that cost the user least first.
+
+    Args:
+        fits: whether the case has a plan. Some changes are for cases without one only.
+    """
     options = case.options
     request = case.request
     for name, text in (
@@ -146,7 +150,9 @@ def change_line(planned: PlannedChange, case: FitCase, plan: Plan | None) -> tup
 
 
 def _brought(planned: PlannedChange, case: FitCase, plan: Plan) -> str:
-    """Return what a change brings to a plan that fits: speed, and memory of a device."""
+    """Return a text with the gain of a change over `plan`, which fits: factor of tokens/s, and more
+    or less memory of a device.
+    """
     before = case.request.tokens / plan.predicted.step_seconds
     gain = planned.tokens_per_second / before
     more = planned.plan.predicted.peak_bytes - plan.predicted.peak_bytes

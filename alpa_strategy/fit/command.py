@@ -58,7 +58,9 @@ def add_fit_arguments(plan: argparse.ArgumentParser) -> None:
 
 
 def add_request_arguments(command: argparse.ArgumentParser) -> argparse._ArgumentGroup:
-    """Add the flags that say what is trained, and return their group."""
+    """Add the flags of a request (sequence length, batch, optimizer, ...) to a command, and return
+    their group.
+    """
     flags = command.add_argument_group(
         "hf:PATH as RECIPE",
         "a model of Hugging Face by its config.json: no weights, no recipe",
@@ -177,7 +179,7 @@ def warn_of_rates(console: Console, precision: str, cluster: ClusterSpec) -> Non
 
 
 def fit_request(recipe: str, flags: Iterable[str], num_devices: int) -> FitRequest:
-    """Return what flags ask for.
+    """Return the request that flags of `alpa plan hf:...` describe.
 
     Args:
         recipe: `hf:PATH`.

@@ -15,7 +15,7 @@ NOT_OFFERED = "cannot be expressed"
 
 
 def flags_of(plan: Plan, request: FitRequest) -> dict[str, dict[str, str]]:
-    """Return the flags of each framework by what they set; `NOT_OFFERED` if it has none.
+    """Return framework -> (setting -> its flags, `NOT_OFFERED` if the framework has none).
 
     Stages that differ in their parallelism are described by the middle one.
     """
@@ -57,7 +57,7 @@ def batch_division(num_sequences: int, num_devices: int) -> BatchDivision:
 
 
 def flags_table(plan: Plan, request: FitRequest) -> Table:
-    """Return a table with the flags of each framework."""
+    """Return a table with the flags by which each framework runs a plan, and what it lacks."""
     table = Table(box=None, padding=(0, 1), show_edge=False, show_header=False)
     table.add_column(style="dim", no_wrap=True)
     table.add_column(overflow="fold")

@@ -34,7 +34,11 @@ class LanguageModel(lightning.LightningModule):
         self.model = model
 
     def training_step(self, batch: tuple[Tensor, Tensor]) -> Tensor:
-        """Return the mean loss over the targets."""
+        """Return the mean cross entropy over the targets.
+
+        Args:
+            batch: (tokens, targets), [batch, time] each.
+        """
         tokens_BT, targets_BT = batch
         inputs = {"input_ids": tokens_BT, "use_cache": False}
         if self.model.config.is_encoder_decoder:
@@ -79,7 +83,9 @@ def example_batch(request: FitRequest) -> tuple[Tensor, Tensor]:
 
 
 def autocast_of(precision: str) -> Callable[[], AbstractContextManager]:
-    """Return what makes the context of a step in the Trainer's `precision`, on the CPU."""
+    """Return the function that makes the context of a step in the Trainer's `precision`, on the
+    CPU; one without effect for other precisions.
+    """
     plugins: dict[str, Callable[[], Precision]] = {
         "bf16-mixed": lambda: MixedPrecision("bf16-mixed", "cpu"),
         "16-mixed": lambda: MixedPrecision("16-mixed", "cpu"),
@@ -89,7 +95,15 @@ def autocast_of(precision: str) -> Callable[[], AbstractContextManager]:
 
 
 def _auto_class(config: Any, request: FitRequest) -> Any:
-    """Return the auto class of transformers that builds a language model of this configuration."""
+    """Return the auto class of transformers that builds a language model of this configuration.
+
+    Args:
+        config: of transformers.
+        request: for the message.
+
+    Raises:
+        OptionError: the model is no language model.
+    """
     transformers = library("transformers")
     for name, mapping in _AUTO_CLASSES.items():
         if type(config) in getattr(transformers, mapping):

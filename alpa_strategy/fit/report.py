@@ -24,7 +24,7 @@ _MAX_ROWS = 8
 def headline(
     request: FitRequest, cluster: ClusterSpec, num_parameters: int, num_trained: int
 ) -> Text:
-    """Return what was asked: model, devices and step."""
+    """Return a heading of two lines: model and devices, then batch, optimizer and precision."""
     nodes = f"{cluster.num_nodes} x {cluster.devices_per_node} {cluster.device.name}"
     model = f"{request.name}, {format_count(num_parameters)} parameters"
     if num_trained < num_parameters:
@@ -58,7 +58,12 @@ def verdict(plan: Plan, cluster: ClusterSpec, usable_bytes: float) -> Table:
 
 
 def _limit_text(cluster: ClusterSpec, usable_bytes: float) -> str:
-    """Return what of a device's memory a plan may use, and what the rest is for."""
+    """Return a text with the size of a device's memory, and with the part of it that is left to the
+    allocator.
+
+    Args:
+        usable_bytes: that a plan may use.
+    """
     device_bytes = cluster.device.memory_bytes
     if usable_bytes >= device_bytes:
         return f"of a device of {format_bytes(device_bytes)}"

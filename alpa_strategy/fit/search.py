@@ -115,7 +115,7 @@ class RegularSearch:
         return best
 
     def _best_of_estimates(self, estimates: Sequence[Estimate]) -> Plan | None:
-        """Return the best plan of the estimated configurations; None: nothing fits."""
+        """Return the best plan of `estimates`, which are solved in their order; None: none fits."""
         best: Plan | None = None
         num_solved = 0
         for estimate in estimates:
@@ -258,7 +258,7 @@ class RegularSearch:
         return self._ordered(conf for conf in smallest if conf not in usual)
 
     def _ordered(self, configurations: Iterable[Configuration]) -> list[Candidate]:
-        """Return configurations with their least seconds, the fastest first."""
+        """Return (least seconds, configuration) of each, the fastest first, without duplicates."""
         candidates = []
         for configuration in dict.fromkeys(configurations):
             num_stages = configuration.num_stages
@@ -390,8 +390,8 @@ class RegularSearch:
         raise does_not_fit("a device needs about", least_bytes, self.task.memory_limit)
 
     def _hides_gathers(self, configuration: Configuration, names: tuple[str, ...]) -> bool:
-        """Return whether a named plan may be faster than the fastest layouts: they are solved
-        without what is hidden behind computation.
+        """Whether the named plan `names` may be faster than the fastest layouts, which are solved
+        as if no gather overlapped with computation.
         """
         is_alone = configuration.num_stages == 1 and len(configuration.logical_mesh) == 1
         return is_alone and self.task.cluster.overlap > 0 and names == ("zero3",)
@@ -472,7 +472,7 @@ class RegularSearch:
 
     @cached_property
     def _any_solver(self) -> StageSolver:
-        """The solver of the most micro-batches that the step can be split into."""
+        """The solver of the most micro-batches that the options allow; PlanError if none do."""
         for count in microbatch_counts(self.task.step, self.task.cluster, self.task.options):
             solver = self._solver(count)
             if solver is not None:

@@ -67,7 +67,7 @@ def _with_devices(cluster: ClusterSpec, num_devices: int) -> ClusterSpec:
 
 
 def sweep(case: FitCase, clusters: Sequence[ClusterSpec], progress: Progress) -> list[SweepPoint]:
-    """Return the plan of a case on each cluster."""
+    """Return the plan of a case on each cluster, or the error of one on which nothing fits."""
     points = []
     for cluster in clusters:
         try:

@@ -44,7 +44,10 @@ def global_batch(options: PlanOptions) -> PlanOptions:
 
 
 def captured(request: FitRequest, num_devices: int, progress: Progress) -> FitTask:
-    """Return the task of a request.
+    """Return the task of a request: its module on the meta device, and the captured step.
+
+    Args:
+        num_devices: that share the batch.
 
     Raises:
         OptionError: a value of the request is wrong.

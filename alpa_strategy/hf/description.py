@@ -45,7 +45,12 @@ def describe(module: nn.Module) -> dict[str, dict[str, Any]]:
 
 
 def _description(module: nn.Module, transformers: Any) -> dict[str, Any] | None:
-    """Return the description of a model, None if the module is none."""
+    """Return the description of a model of transformers, perhaps with adapters of peft; None for
+    any other module.
+
+    Args:
+        transformers: the library.
+    """
     peft = sys.modules.get("peft")
     adapters = {}
     if peft is not None and isinstance(module, peft.PeftModel):
@@ -66,7 +71,9 @@ def _description(module: nn.Module, transformers: Any) -> dict[str, Any] | None:
 
 
 def _plain(value: Any) -> Any:
-    """Return what stands in JSON for a value that it does not have."""
+    """Return a value of JSON in place of one that JSON does not have: a list for a set, a text for
+    an enum and others.
+    """
     return sorted(value) if isinstance(value, set) else str(getattr(value, "value", value))
 
 

@@ -75,6 +75,11 @@ def _described(
 ) -> tuple[str, dict[str, Any]]:
     """Return name and description of the model to export.
 
+    Args:
+        descriptions: of the checkpoint's models, by name.
+        source: the checkpoint, for the message.
+        module: name of the model; None: the only one.
+
     Raises:
         CheckpointError: there is none, or more than one and no name.
     """

@@ -50,7 +50,7 @@ class ParameterSource:
         self.values: Tensor | None = None
 
     def load(self) -> None:
-        """Gather the values, if they are not there. Collective."""
+        """Gather the full values, unless they are there already. Collective."""
         if self.values is None:
             self.values = self._read(self.tensor).contiguous()
 

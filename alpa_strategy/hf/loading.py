@@ -143,7 +143,9 @@ def _weight_map(index: Path) -> Mapping[str, str]:
 
 
 def _file_of(path: str | Path, name: str) -> Path | str:
-    """Return the file of a tensor, or `path` if no index names it."""
+    """Return the file with the tensor `name` in a model's folder; `path` itself if that is a file,
+    or if no index of the folder names the tensor.
+    """
     folder = Path(path)
     for index in sorted(folder.glob("*.index.json")) if folder.is_dir() else ():
         file = _weight_map(index).get(name)

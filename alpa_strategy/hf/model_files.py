@@ -65,7 +65,7 @@ def copy_processing_files(model: Any, folder: Path) -> None:
 
 
 def write_model_card(folder: Path) -> None:
-    """Write a stub of a model card, unless there is one."""
+    """Write a stub of a model card into a model's folder, unless it has one."""
     card = folder / "README.md"
     if card.exists():
         return

@@ -137,6 +137,10 @@ def _write_weights(
 ) -> list[Path]:
     """Write configuration and weights into `staging`. Collective.
 
+    Args:
+        values: shapes and values of the model's full tensors.
+        max_shard_size: of a file of weights, as of `save_pretrained`.
+
     Returns:
         The files of weights, relative to `staging`.
 
@@ -171,6 +175,14 @@ def _planned_files(
     """Let the library write its configuration into `staging`, and return the files of weights.
 
     Ranks other than 0 let it write into a folder of their own, which is deleted.
+
+    Args: as of `_write_weights`.
+
+    Returns:
+        (the tensors, files with paths relative to `staging`).
+
+    Raises:
+        CheckpointError: the folder cannot be made.
     """
     rank = rank_in(None)
     folder = staging if rank == 0 else staging.with_name(f"{staging.name}.{rank}")
@@ -198,7 +210,9 @@ def _planned_files(
 
 @contextmanager
 def _saving_on_every_rank(model: nn.Module) -> Iterator[None]:
-    """Context in which the library does on every rank what it does on rank 0."""
+    """Context in which `save_pretrained` of the model and its submodules saves on every rank, and
+    not on rank 0 alone.
+    """
     models: list[Any] = [m for m in model.modules() if hasattr(m, "should_save_on_this_rank")]
     for library_model in models:
         library_model.should_save_on_this_rank = lambda _: True
@@ -214,6 +228,14 @@ def _write_all(
 ) -> None:
     """Write all tensors, buffers by rank 0, each other one by the rank that has written the fewest
     bytes so far. Collective.
+
+    Args:
+        state: the tensors.
+        files: which tensors each file has, with paths relative to `staging`.
+        layouts: where they are in the files, which exist.
+
+    Raises:
+        CheckpointError: a tensor cannot be written, on any rank.
     """
     rank = rank_in(None)
     num_bytes_of_rank = [0] * world_size()

@@ -132,8 +132,10 @@ class _Costs:
         may_recompute: bool = True,
         submesh: int | None = None,
     ) -> np.ndarray:
-        """Return `work` of stages (on one submesh) that fit into memory. Args: as of
-        `StageFloors.seconds`.
+        """Return the least seconds of a step of stages that fit into memory, [first layer,
+        last + 1, submesh]; without the last axis if `submesh` is not None.
+
+        Args: as of `StageFloors.seconds`.
         """
         chosen = slice(None) if submesh is None else submesh
         floors = self.floors.seconds(alive, stages_per_mesh, may_recompute, submesh)
@@ -200,7 +202,11 @@ def _links(tables: StageTables) -> list[np.ndarray]:
 
 
 def _wires_before(job: StageCostTask, tables: StageTables, wires: np.ndarray) -> np.ndarray:
-    """Return the least seconds of a stage's message to the next one, as in `_Costs`."""
+    """Return `_Costs.wires_before`.
+
+    Args:
+        wires: `_Costs.wires`, which is the answer where units are several devices.
+    """
     D = job.cluster.num_devices
     # A unit is several devices: we do not know where stages begin.
     if D > UNITS:
@@ -282,7 +288,11 @@ class _Stages:
 
 
 def _stages_by_place(costs: _Costs, name: str) -> list[_Stages]:
-    """Return the stages by the number of stages from them to the end: 1, 2, ... up to the most."""
+    """Return the stages by the number of stages from them to the end: 1, 2, ... up to the most.
+
+    Args:
+        name: of the schedule.
+    """
     B, waits = costs.job.num_microbatches, name == "1F1B"
     most = min(costs.job.num_layers, costs.job.cluster.num_devices)
     known = SCHEDULES[name].alive is not None
@@ -455,7 +465,11 @@ def _simulated(costs: _Costs, name: str, v: int, index: int, known: float) -> fl
 
 
 def _over_all_splits(costs: _Costs, name: str, v: int, index: int, known: float) -> float:
-    """Return `least_over_splits` of v stages on each of equal meshes. Args: as of `_simulated`."""
+    """Return a lower bound of the seconds of a step over all splits of the layers into v stages on
+    each of equal meshes (`least_over_splits`).
+
+    Args: as of `_simulated`.
+    """
     job = costs.job
     layers = np.arange(job.num_layers)
     seconds = costs.seconds[layers, layers + 1, index] - costs.overhead

@@ -306,8 +306,12 @@ def _choices(
 
 
 def _sizes_around(space: StageSpace, usual_submesh: int | None) -> np.ndarray:
-    """Return the submeshes that are half to twice as large as the usual one, the one of all
-    devices, and those that fill the devices beside pinned meshes.
+    """Return the indices of submeshes that are half to twice as large as the usual one, of that of
+    all devices, and of those that fill the devices between pinned meshes; all if there are none.
+
+    Args:
+        usual_submesh: index of the submesh that most stages have; None: as large as equal meshes of
+            all stages.
     """
     job = space.job
     num_devices = job.cluster.num_devices
@@ -335,6 +339,13 @@ def _lengths(
     One run decides between all numbers if memory and time of a stage depend only on how far it is
     from the end (1F1B, GPipe: the schedules with closed forms). Others are solved one number after
     the other.
+
+    Args:
+        longest: the most stages that are possible.
+        pinned: the only number of stages that is allowed; None: any.
+
+    Returns:
+        A pair per run of the DP. None in place of the numbers: all up to the most.
     """
     if SCHEDULES[schedule].alive is not None:
         return [(longest, [pinned] if pinned else None)]

@@ -93,7 +93,7 @@ class EqualMeshes:
         )
 
     def cheapest(self, cuts: Sequence[int]) -> tuple[Stages, list[float]]:
-        """Return what `StageSpace.cheapest` does for the stages between `cuts`."""
+        """Return the cheapest candidate of each stage between `cuts`, as `StageSpace.cheapest`."""
         stages = [(first, last, 0) for first, last in pairwise(cuts)]
         return self.space.cheapest(self.alone, stages, range(len(stages), 0, -1), self.alive)
 

@@ -65,7 +65,12 @@ def layer_floors(
     It is 0 for a layer whose tables would be too large: nothing is known of it.
 
     Args:
+        joined: the layer's problem.
+        prices: of memory.
         passing: of `passing_seconds`.
+
+    Returns:
+        [price] seconds.
     """
     elimination = plan_elimination(_problem_at(joined, prices, num_microbatches))
     if elimination is None:
@@ -190,7 +195,10 @@ def _extra_prices(job: "StageCostTask", scale: float) -> list[FloorPrice]:
 def side_by_side(floors: Sequence[Floors], num_layers: int) -> Floors:
     """Return the bounds of several logical shapes, with a leading axis for the shapes.
 
-    Shapes without prices get the bounds at price 0.
+    Shapes with fewer prices than others get bounds of 0 seconds at prices of 0.
+
+    Args:
+        floors: of each shape, as of `floors_of`.
     """
     most = max((len(floor[0]) for floor in floors), default=0)
     prices = np.zeros((len(floors), most, 4))
@@ -246,6 +254,11 @@ class StageFloors:
     ) -> np.ndarray:
         """Return [first, last + 1] the least bound over logical shapes, and over whether the stage
         recomputes.
+
+        Args:
+            submesh: its index.
+            alive: micro-batches whose activations a stage stores at least.
+            stages_per_mesh, may_recompute: as of `seconds`.
         """
         costs, remat = self._runs[submesh], self._job.remat
         num_shapes, num_prices, _ = costs.floor_prices.shape
@@ -263,7 +276,13 @@ class StageFloors:
         return least
 
     def _paid(self, submesh: int, shape: int, alive: float, stages_per_mesh: int) -> np.ndarray:
-        """Return [price, first, last + 1] the most that the bytes of stages that fit can cost."""
+        """Return [price, first, last + 1] the most seconds that the bytes of stages that fit can
+        cost.
+
+        Args:
+            submesh, shape: indices of the submesh and of its logical shape.
+            alive, stages_per_mesh: as of `_of_submesh`.
+        """
         prices = self._runs[submesh].floor_prices[shape]
         per_byte, priced_alive, share, _ = prices.T[..., None, None]
         limit = self._job.memory_limit / stages_per_mesh

@@ -120,8 +120,14 @@ class LayerBoundary:
 def passing_seconds(
     graph: StepGraph, ends: LayerBoundary, tables: OptionTables
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return (forward, backward) seconds, [entering layout, leaving layout], of the values that
-    cross a layer: resharding from the layouts in which they enter to those in which they leave.
+    """Return (forward, backward) seconds of a micro-batch, [entering layout, leaving layout], of
+    the values that cross a layer: resharding from the layouts in which they enter to those in which
+    they leave.
+
+    Args:
+        graph: the layer's.
+        ends: its boundaries.
+        tables: of the logical mesh.
     """
     shape = (len(ends.entering_layouts), len(ends.leaving_layouts))
     forward, backward = np.zeros(shape), np.zeros(shape)
@@ -145,7 +151,13 @@ def layer_matrix(
 ) -> LayerMatrix:
     """Solve the layer once per price, for all pairs of boundary layouts together.
 
-    passing: of `passing_seconds`. begins: see `decode.working_bytes`.
+    All is inf if pins leave a choice no strategy.
+
+    Args:
+        joined: the layer's problem.
+        prices: of memory.
+        passing: of `passing_seconds`.
+        begins: whether gradients begin with the step, as of `decode.working_bytes`.
     """
     shape = (len(prices), len(joined.entering_bytes), len(joined.leaving_bytes))
     # [price, p, q], [price, p, q, part]
@@ -197,10 +209,13 @@ def priced_problem(
 
 
 def _eliminated(elimination: Elimination, ends: tuple[int, int], num_prices: int) -> "Pairs":
-    """Return the costs, [price, p, q], of the layer at all prices.
+    """Return the costs, [price, p, q], of the layer at all prices, with the choices' strategies.
+
+    As many prices are eliminated together as `TOGETHER_ENTRIES` allows.
 
     Args:
-        ends: the choices p and q.
+        elimination: of the layer's problem at `num_prices` prices.
+        ends: the choices p and q, of the boundaries' layouts.
     """
     network = elimination.network
     order = elimination.order
@@ -229,7 +244,11 @@ def _joined_prices(pairs: Sequence["Pairs"]) -> "Pairs":
 
 
 def _one_by_one(problem: Problem, num_prices: int) -> list[Problem]:
-    """Return the problem at each single price."""
+    """Return the problem at each single price.
+
+    Args:
+        problem: whose tables have a leading axis of prices.
+    """
     problems = []
     for k in range(num_prices):
         choices = tuple(replace(x, cost=x.cost[k], memory=x.memory[k]) for x in problem.choices)
@@ -440,7 +459,7 @@ def _followed_layout(
 def _priced(
     breakdowns: Sequence[CostBreakdown], prices: Sequence[Price], num_microbatches: int
 ) -> list[np.ndarray]:
-    """Return [price, ...] of each breakdown: its seconds, plus its bytes at their price."""
+    """Return, per breakdown, [price, ...] its seconds of a step plus its bytes at their price."""
     seconds, _ = weigh(breakdowns, num_microbatches, 1)
     per_byte = np.array([price.per_byte for price in prices])
     in_flight = np.array([price.in_flight for price in prices])

@@ -129,7 +129,11 @@ def priced_layers(
 def _matrix_at(
     job: "StageCostTask", unpriced: UnpricedLayers, kind: int, prices: Sequence[Price]
 ) -> LayerMatrix:
-    """Return the matrix of one kind of layer at `prices`."""
+    """Return the costs of one kind of layer at `prices`, between all layouts at its ends.
+
+    Args:
+        kind: index of the kind in `unpriced.problems`.
+    """
     return layer_matrix(
         unpriced.problems[kind],
         prices,

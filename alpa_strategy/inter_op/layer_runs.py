@@ -312,7 +312,7 @@ def run_candidates(
 
 
 def no_candidates(num_runs: int) -> RunCandidates:
-    """Return one impossible candidate per run."""
+    """Return one impossible candidate, of infinite seconds, for each of `num_runs` runs."""
     zero = np.zeros((num_runs, 1))
     return RunCandidates(
         seconds=zero + np.inf,

@@ -46,7 +46,12 @@ def least_one_stage_seconds(job: StageCostTask, shared_seconds: float) -> float:
 
 
 def _least_on(job: StageCostTask, layers: UnpricedLayers, shared_seconds: float) -> float:
-    """Return the bound on one logical mesh."""
+    """Return the bound on one logical mesh, in seconds of a step; inf if nothing fits.
+
+    Args:
+        layers: on this logical mesh.
+        shared_seconds: as of `least_one_stage_seconds`; prices of memory are multiples of it.
+    """
     limit = job.memory_limit - max(least_working(problem) for problem in layers.problems)
     if limit <= 0:
         return math.inf

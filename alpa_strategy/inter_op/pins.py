@@ -440,7 +440,7 @@ def stage_fits(cluster: ClusterSpec, candidates: tuple[tuple[int, int], ...]) ->
 
 
 def _sizes(limit: int, all_sizes: bool) -> list[int]:
-    """Return sizes up to `limit`: all, or powers of two and divisors."""
+    """Return sizes of a submesh up to `limit`, ascending: all, or powers of two and divisors."""
     if all_sizes:
         return list(range(1, limit + 1))
     sizes = []

@@ -78,7 +78,11 @@ class EqualMeshPipelines:
 
 
 def kinds_of(seconds: np.ndarray, once: np.ndarray) -> LayerKinds:
-    """Return the kinds of layers with the given least seconds, [layer]."""
+    """Return the kinds of layers with the least seconds `seconds` of a micro-batch and `once` per
+    step, both [layer].
+
+    Seconds are rounded down a little, so that layers that are almost equal are one kind.
+    """
     pairs = np.stack([seconds, once], axis=1)
     # Rounded down, the bound stays one.
     unit = RESOLUTION * max(float(seconds.max()), float(once.max()))
@@ -90,9 +94,12 @@ def kinds_of(seconds: np.ndarray, once: np.ndarray) -> LayerKinds:
 
 
 def least_over_splits(pipelines: EqualMeshPipelines, layers: LayerKinds, enough: float) -> float:
-    """Return a lower bound of the seconds of a step.
+    """Return a lower bound of the seconds of a step, whichever way the layers are split into
+    stages.
 
     Args:
+        pipelines: schedule, meshes and messages.
+        layers: what is split.
         enough: seconds; a bound that is at least as large need not be better.
     """
     # Whole layers: a step is either as long as one more layer than `most_layers` on one mesh, or no
@@ -181,7 +188,13 @@ def _mesh_ends(
 
 
 class _SplitProgram:
-    """The linear program: the split whose step is shortest by the mesh ends that are known."""
+    """The linear program: the split whose step is shortest by the mesh ends that are known.
+
+    Args:
+        pipelines: schedule and meshes.
+        layers: what is split.
+        most_layers: that a mesh may have.
+    """
 
     def __init__(self, pipelines: EqualMeshPipelines, layers: LayerKinds, most_layers: int) -> None:
         from ortools.linear_solver import pywraplp

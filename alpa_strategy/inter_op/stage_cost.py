@@ -44,10 +44,12 @@ class StageCost:
     def memory_parts(
         self, of_parameters: Mapping[str, float], in_flight: float, remat: bool = False
     ) -> dict[str, float]:
-        """Return the parts of `num_bytes` at the peak (`MEMORY_PARTS`).
+        """Return the parts of `num_bytes` at the peak: name in `MEMORY_PARTS` -> bytes.
 
         Args:
             of_parameters: `parameter_bytes` of the assignment.
+            in_flight: micro-batches whose activations are stored.
+            remat: whether the stage recomputes its activations.
         """
         parts = dict(of_parameters)
         # Values that are made once per step, such as casts of weights.

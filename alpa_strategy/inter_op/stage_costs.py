@@ -231,7 +231,12 @@ def stage_costs(
 def _stored_run_costs(
     job: StageCostTask, submesh: tuple[int, int], prices: Sequence[tuple[float, int]]
 ) -> LayerRangeCosts:
-    """Return `run_costs`, or the result that an interrupted planning has stored."""
+    """Return `run_costs` of all runs of layers on one submesh, or the result of it that an
+    interrupted planning has stored.
+
+    Args:
+        prices: of memory, as of `layer_pricing.PRICES`.
+    """
     shapes = allowed_shapes(job.cluster, job.options, submesh)
     return job.results.get(
         "runs",
@@ -315,7 +320,9 @@ def with_extra_floors(
 def _with_extra_floors(
     job: StageCostTask, submesh: tuple[int, int], costs: LayerRangeCosts
 ) -> LayerRangeCosts:
-    """Return what `with_extra_floors` does, if memory may bind on some logical shape."""
+    """Return the costs of runs on one submesh with all lower bounds of `EXTRA_PRICES`; unchanged if
+    memory cannot bind on any logical shape.
+    """
     of_shapes: list[ExtraFloors] = []
     for index, shape in enumerate(costs.shapes):
         scale = float(costs.scale[index])

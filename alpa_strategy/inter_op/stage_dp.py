@@ -416,7 +416,13 @@ class _Search:
         return fewest_devices, least_term
 
     def _add_last_stage(self, now: np.ndarray, a: int, threshold: float) -> None:
-        """Add to `now` (F[1]) the last stage on submesh `a`."""
+        """Add to `now` (F[1]) the last stage on submesh `a`, in place.
+
+        Args:
+            now: gets seconds at [submesh, devices left, first layer].
+            a: index of the submesh.
+            threshold: as of `_read`; stages above it are left out.
+        """
         size = int(self.tables.num_devices[a])
         option = self.last[a]
         if not self.tables.fits[size, a] or not option.first.size:

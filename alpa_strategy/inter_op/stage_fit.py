@@ -257,8 +257,12 @@ class StageFit:
         self._largest_temporary = self._reserve
 
     def _learn_from(self, cost: StageCost, shares: list[float]) -> None:
-        """Reserve what a solution that does not fit needs beyond the memory row, or give the limit
-        that it exceeds more weight.
+        """Reserve the bytes that a solution that does not fit needs beyond the memory row, or give
+        the limit that it exceeds more weight.
+
+        Args:
+            cost: of the solution.
+            shares: of the recompute segments, with which it was solved.
         """
         remat = self._request.remat
         with_activations = replace(cost, update=0.0).num_bytes(self._alive, remat)

@@ -176,6 +176,10 @@ def take_apart(intra: IntraOp, starts: Sequence[int] = (0,)) -> StageProblem:
 def _transfer_parts(intra: IntraOp, spans: "RematSpans", index: int) -> CostBreakdown:
     """Return the [source, target] costs of a resharding by component: forward, backward, once per
     step, and bytes.
+
+    Args:
+        spans: the recompute segments of choices and transfers.
+        index: of the transfer in `intra`.
     """
     transfer, layouts = intra.problem.transfers[index], intra.transfers[index]
     span, made_in = spans.of_use(transfer, transfer.uses[0]), spans.of_choice(transfer.producer)
@@ -266,6 +270,9 @@ def weighted(
     within the bytes of a device.
 
     Args:
+        in_flight: micro-batches whose activations are stored at once.
+        remat: whether the stage recomputes its activations.
+        memory_limit: bytes of a device.
         shares: of the recompute segments, adding up to 1. The memory row has this mean of the
             segments' activations in place of the largest: it is never more, and equal if only
             segments count that need as much as the largest. None: equal shares.
@@ -294,9 +301,10 @@ def weigh(
     in_flight: float,
     shares: Mapping[int, float] | None = None,
 ) -> tuple[list[np.ndarray], list[np.ndarray]]:
-    """Return (seconds per step, bytes) of each breakdown.
+    """Return (seconds per step, bytes): a list of arrays for each, with one array per breakdown.
 
     Args:
+        in_flight: micro-batches whose activations are stored at once.
         shares: of a stage that recomputes: segment -> the share of its `CostBreakdown.again` that
             counts. None: it does not recompute.
     """
@@ -501,7 +509,11 @@ class RematSpans:
         )
 
     def crossing_bytes(self, choice: int) -> np.ndarray:
-        """Return [strategy] the bytes of an op's results that later segments read."""
+        """Return [strategy] the bytes of an op's results that other segments read.
+
+        Args:
+            choice: index of the op's choice, after those of all parameters.
+        """
         intra = self.intra
         first_op = len(intra.parameters)
         span_of_choice = self.of_choice(choice)

@@ -244,6 +244,9 @@ class StageSolver:
     def price(self, request: StageRequest, recompute_per_microbatch: bool = False) -> PricedStage:
         """Return the stage's problem, and its optimum without a memory limit, which most stages of
         a good plan take.
+
+        Raises:
+            PlanError: a pin cannot be met.
         """
         job = self.job
         key_of_tables = request.submesh, request.shape
@@ -267,14 +270,8 @@ class StageSolver:
         unrestricted, intra = self._pinned(unrestricted), self._pinned(intra)
         # Most are not looked at again.
         if job.is_whole_batch:
-            return PricedStage(
-                job,
-                request,
-                unrestricted,
-                intra,
-                self._free_layouts(intra.problem),
-                recompute_per_microbatch,
-            )
+            free = self._free_layouts(intra.problem)
+            return PricedStage(job, request, unrestricted, intra, free, recompute_per_microbatch)
         key = (
             structure(graph, job.options),
             request.submesh,
@@ -288,15 +285,9 @@ class StageSolver:
         if key not in self._free:
             problem = weighted(finest, job.num_microbatches, 1, request.remat)
             self._free[key] = self._free_layouts(problem)
+        free = self._free[key]
         return PricedStage(
-            job,
-            request,
-            unrestricted,
-            intra,
-            self._free[key],
-            recompute_per_microbatch,
-            finest,
-            key,
+            job, request, unrestricted, intra, free, recompute_per_microbatch, finest, key
         )
 
     def _pins_of(self, graph: StepGraph, request: StageRequest) -> list[Hashable]:
@@ -417,7 +408,10 @@ class StageSolver:
     def _offloaded(self, priced: PricedStage, cutoff: float) -> tuple[FittedStage, PricedStage]:
         """Return the cheapest layouts if parameters may be in host memory, and their problem.
 
-        Host memory gets a price if it is too small.
+        Host memory gets a price, which is doubled until the parameters there fit.
+
+        Raises:
+            DoesNotFitError: nothing fits into the device's or the host's memory.
         """
         host = priced.intra.mesh.host
         assert host is not None
@@ -467,7 +461,7 @@ class StageSolver:
 
     def _solve_once(self, priced: PricedStage, cutoff: float) -> FittedStage:
         """Return the result of `_solve`, cached for stages with the same problem and as much in
-        flight.
+        flight. Args and Raises: as of `_solve`.
         """
         if priced.key is None:
             return self._solve(priced, cutoff)
@@ -480,6 +474,9 @@ class StageSolver:
     def _solve(self, priced: PricedStage, cutoff: float) -> FittedStage:
         """Return the optimum without a memory limit if it fits, split into the segments that need
         least memory; otherwise the cheapest solution that fits.
+
+        Args:
+            cutoff: seconds; as of `StageFit`.
 
         Raises:
             DoesNotFitError: nothing fits.
@@ -526,7 +523,7 @@ class StageSolver:
         request: StageRequest,
         prefetched_bytes: int,
     ) -> StagePlan:
-        """Return the stage's plan, with totals per step of costs per micro-batch."""
+        """Return the stage's plan, with totals per step of the solution's cost per micro-batch."""
         count, assignment = self.job.num_microbatches, fitted.solution.assignment
         compute_once, optimizer = busy_seconds(intra, assignment)
         seconds = count * cost.seconds(request.remat) + cost.once

@@ -75,7 +75,7 @@ class StageSpace:
     unfit: tuple[UnfitStage, ...] = ()
 
     def without(self, candidate: Candidate, index: int) -> "StageSpace":
-        """Return the space without a stage of a candidate, for which no layouts fit."""
+        """Return the space without stage number `index` of a candidate: no layouts of it fit."""
         stage = candidate.stages[index]
         unfit = UnfitStage(
             stage.first,
@@ -99,7 +99,9 @@ class StageSpace:
 
     @cached_property
     def unfit_alive(self) -> np.ndarray | None:
-        """[first layer, last layer + 1, submesh, candidate] of `StageTables`.
+        """`StageTables.unfit_alive`, [first layer, last layer + 1, submesh, candidate]:
+        micro-batches alive with which a stage does not fit, inf if there is no such number; None:
+        all stages may fit.
 
         What holds for a stage holds for stages of equal layers, and for those that have them among
         others: these store more.
@@ -308,7 +310,9 @@ class StageSpace:
         choice: Stages,
         alive: tuple[int, ...],
     ) -> Candidate:
-        """Return a candidate whose seconds are not simulated yet."""
+        """Return a candidate whose seconds are not simulated yet: they are 0. Args: as of
+        `candidates`, for one choice of stages.
+        """
         shapes: list[tuple[int, ...]] = []
         remat: list[bool] = []
         for stage in choice:
@@ -336,7 +340,9 @@ class StageSpace:
         )
 
     def _stage_seconds(self, candidate: Candidate) -> list[tuple[float, float, float, float]]:
-        """Return what `simulated_seconds` needs of each stage."""
+        """Return (forward, backward, once per step, message to the next stage) of each stage, in
+        seconds; the first two and the last of one micro-batch.
+        """
         splits = splits_backward(
             candidate.schedule,
             len(candidate.stages) // candidate.stages_per_mesh,

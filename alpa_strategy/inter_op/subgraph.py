@@ -66,25 +66,38 @@ def _between_blocks(step: StepGraph, flops: np.ndarray, num_layers: int) -> tupl
     blocks, or these are too unequal.
 
     The ops after the last block are a layer of their own if they are as much work as half a layer.
+
+    Args:
+        flops: [ops].
+        num_layers: the number of runs.
+
+    Returns:
+        Op indices, from 0 to the number of ops.
     """
     starts: list[int] = []
     seen: list[tuple[str, int]] = []
     # Of the last block.
     end = 0
     for index, op in enumerate(step.ops):
-        if (block := _block(op.module)) is not None:
-            if not seen or block != seen[-1]:
-                seen.append(block)
-                starts.append(index)
-            end = index + 1
-    if len(seen) != len(set(seen)) or len(seen) < max(num_layers, 2):
+        block = _block(op.module)
+        if block is None:
+            continue
+        if not seen or block != seen[-1]:
+            seen.append(block)
+            starts.append(index)
+        end = index + 1
+
+    is_repeated = len(seen) != len(set(seen))
+    if is_repeated or len(seen) < max(num_layers, 2):
         return None
-    cuts = [0, *starts[:: -(-len(seen) // num_layers)][1:], len(step.ops)]
-    limit = (1 + EXCESS) * flops.sum() / num_layers
-    if flops[end:].sum() > limit / (1 + EXCESS) / 2:
+    blocks_per_layer = -(-len(seen) // num_layers)
+    cuts = [0, *starts[::blocks_per_layer][1:], len(step.ops)]
+    mean = flops.sum() / num_layers
+    if flops[end:].sum() > mean / 2:
         cuts.insert(-1, end)
     work = [flops[a:b].sum() for a, b in pairwise(cuts)]
-    return tuple(cuts) if max(work[:num_layers], default=0.0) <= limit else None
+    is_even = max(work[:num_layers], default=0.0) <= (1 + EXCESS) * mean
+    return tuple(cuts) if is_even else None
 
 
 def boundary_bytes(step: StepGraph, with_gradients: bool = False) -> np.ndarray:

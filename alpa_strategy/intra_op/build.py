@@ -243,6 +243,9 @@ class _Builder:
     ) -> None:
         """Add every value's transfer from its maker to all readers: ops, the next stages, the
         step's results.
+
+        Args:
+            received, sent: value -> the choice of its layout at the stage's start and end.
         """
         sink = self._add_fixed("output")
         casts = casts_of_parameters(self._step)
@@ -279,7 +282,7 @@ class _Builder:
             if is_unsharded and saved:
                 held.add(self._memory_of(value))
             if not asks or is_unsharded:
-                # Whole on every device: each takes its part for nothing.
+                # Full on every device: a reader's shard costs nothing.
                 continue
             # Received values are kept as they came until the backward has run, results that their
             # own op keeps (of a ReLU) as they were made, and others are recomputed so: using them
@@ -363,7 +366,9 @@ class _Builder:
         """Return the tables of a value's transfer. Other arguments: as of `_transfer`.
 
         Args:
-            ends: per strategy, the layouts of the maker and of each reader.
+            ends: of the maker and of each reader, its layout per strategy.
+            is_parameter: whether it is a parameter or one cast to half precision, which is
+                re-gathered for the backward.
         """
         meta = self._step.values[value]
         produced, *asks = ends
@@ -412,6 +417,9 @@ def _with_resident_parameters(
 ) -> Iterator[OpOptions]:
     """Yield the options of each op, without bytes of parameters and their views: these are stored
     anyway.
+
+    Args:
+        ops: the options of the step's ops, with those bytes.
     """
     resident = {p.value: p.meta for p in step.parameters}
     for op, options in zip(step.ops, ops, strict=True):

@@ -203,7 +203,7 @@ class _CollectiveTotal:
     num_as_large: int = 0
 
     def add(self, moved: MovedTensor, message: Message, intra: IntraOp) -> None:
-        """Add a message with the tensor that it moves."""
+        """Count a message in, and remember the tensor `moved` if it is the largest so far."""
         self.count += 1
         self.num_bytes += message.num_bytes
         self.seconds += message.seconds(intra)

@@ -185,7 +185,7 @@ def _first_added(intra: IntraOp, ops: Iterable[int]) -> dict[int, int]:
 
 
 def result_bytes(intra: IntraOp, index: int, position: int = 0) -> np.ndarray:
-    """Return the bytes of result `position` of an op on one device, by strategy."""
+    """Return [strategy] the bytes of result `position` of op number `index` on one device."""
     meta = intra.step.values[intra.step.ops[index].results[position]]
     num_bytes = [
         local_bytes(meta, outputs[position], intra.mesh.shape)
@@ -217,7 +217,14 @@ class _AddedStrategies:
         seconds: Mapping[int, np.ndarray],
         gather_seconds: Mapping[int, np.ndarray],
     ) -> "_AddedStrategies":
-        """Return copies of `strategies`, and of all strategies of views of their results."""
+        """Return copies of `strategies`, and of all strategies of views of their results.
+
+        Args:
+            strategies: op index -> the strategies that are copied.
+            seconds: op index -> [copy] seconds that a copy takes in addition.
+            gather_seconds: index of a transfer -> [source, target] seconds that copies pay for its
+                value in addition.
+        """
         views = _views(intra, strategies)
         view_seconds = {index: np.zeros(len(copied)) for index, copied in views.items()}
         offset = len(intra.parameters)
@@ -243,7 +250,8 @@ class _AddedStrategies:
 
     @cached_property
     def _column_seconds(self) -> dict[int, np.ndarray | float]:
-        """Transfers whose copied uses have columns of their own, with what these cost in addition.
+        """Return index of a transfer whose copied uses have columns of their own -> the seconds
+        that these take in addition.
 
         A view of a saved result cannot be a view of one that is not saved: inf.
         """

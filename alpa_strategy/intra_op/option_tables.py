@@ -100,8 +100,12 @@ class OptionTables:
         return self._resident[key][1]
 
     def layouts(self, options: OpOptions, is_input: bool, position: int) -> tuple[DualLayout, ...]:
-        """Return, per strategy, the layout of an op's operand or result: equal arguments give the
+        """Return, per strategy, the layout of an op's operand or result. Equal arguments give the
         same object.
+
+        Args:
+            is_input: whether it is an operand.
+            position: among the op's operands or results.
         """
         key = id(options), is_input, position
         if key not in self._layouts:
@@ -134,7 +138,9 @@ class OptionTables:
     def parameter(
         self, parameter_input: ParameterInput, step: StepGraph, on_host: bool = False
     ) -> ParameterOptions:
-        """Return the ways to store a parameter of the step, on the device or in host memory."""
+        """Return the ways to store a parameter of the step, in host memory if `on_host`, else on
+        the device. Equal parameters share one object.
+        """
         key = (
             parameter_input.meta,
             parameter_input.num_segments,

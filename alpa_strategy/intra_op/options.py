@@ -168,7 +168,8 @@ def step_collectives_of(
 def bucketed_seconds(
     axis: MeshAxis, kind: str, num_bytes: int, bucket_bytes: int = BUCKET_BYTES
 ) -> float:
-    """Return the seconds of a once-per-step collective of `num_bytes`.
+    """Return the seconds of a once-per-step collective of kind `kind` (as `all_reduce`) with
+    `num_bytes`, in buckets of at most `bucket_bytes`.
 
     Many parameters share a bucket, so each pays for its share of one: of the bucket size at which
     the axis moves bytes fastest (caches favour small ones). It costs a little less than a message
@@ -260,8 +261,8 @@ def _storage_cost(
     num_steps: int,
     full_update: FullUpdate | None,
 ) -> _StorageCost:
-    """Return the costs of storing a parameter as in `plan`. Args: as of `parameter_options`, and
-    of `_update_cost`.
+    """Return the costs of storing a parameter, whose full tensor is `meta`, as in `plan`. Args: as
+    of `parameter_options`, and of `_update_cost`.
     """
     origin = (0,) * len(mesh.shape)
     stored = meta.with_shape(plan.layout.local_shape(meta.shape, mesh.shape, origin))
@@ -358,7 +359,7 @@ def _update_seconds(
 
 
 def op_options(call: OpCall, mesh: LogicalMesh, costs: OpCosts) -> OpOptions:
-    """Return every strategy of an op on the mesh, with its seconds and bytes."""
+    """Return every strategy of an op on the mesh, with its seconds and bytes on a device."""
     strategies = op_strategies(call, mesh.shape)
     saved = costs.saved(call)
     option_costs = [_strategy_cost(call, strategy, mesh, costs, saved) for strategy in strategies]

@@ -31,9 +31,10 @@ from alpa_strategy.ir.op import OpCall, TensorMeta
 from alpa_strategy.ir.placement import DualLayout
 from alpa_strategy.sharding.redistribute import reshard_table
 
-# Sources and targets of a value's resharding.
+# (sources, targets) of a value's resharding: layouts in which it is made, and in which it is read.
 ValueEnds = tuple[tuple[DualLayout, ...], tuple[DualLayout, ...]]
-# That a sum may be divided into: each part is a kernel and a message of its own.
+
+# Numbers of chunks into which a sum may be divided. Every chunk is a kernel and a message.
 PARTS = (2, 4)
 
 
@@ -42,6 +43,10 @@ def making_seconds(
 ) -> np.ndarray:
     """Return [source] the least seconds of the matmul that makes a value for one reader alone; 0 if
     there is none.
+
+    Args:
+        ops: options of the step's ops.
+        sources: layouts in which the value may be made.
     """
     maker = step.makers.get(value)
     leaves = value in step.escaping or value in step.sent
@@ -95,8 +100,12 @@ def _least(
 def hidden(
     step: StepGraph, ops: Sequence[OpOptions], value: int, ends: ValueEnds, mesh: LogicalMesh
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return (forward, backward) seconds of a value's `reshard_table` that cost no time, [source,
-    target].
+    """Return (forward, backward) seconds of a value's `reshard_table` that cost no time because
+    they overlap with matmuls, [source, target].
+
+    Args:
+        ops: options of the step's ops.
+        ends: sources and targets of the table.
     """
     meta = step.values[value]
     forward, backward = reshard_table(*ends, meta.num_bytes, meta.requires_grad, mesh)
@@ -131,6 +140,10 @@ def best_parts(
 def _gained(making: np.ndarray, meta: TensorMeta, ends: ValueEnds, mesh: LogicalMesh) -> np.ndarray:
     """Return [PARTS, source, target] the seconds saved if matmul and sum are executed in that many
     chunks instead of one after the other; 0 if they cannot be.
+
+    Args:
+        making: [source] seconds of the matmul.
+        meta: of its full result.
     """
 
     def summing(count: int) -> np.ndarray:
@@ -168,7 +181,9 @@ def _most_chunks(
 
 @lru_cache(maxsize=4096)
 def _gradients_summed(ends: ValueEnds, mesh_shape: tuple[int, ...]) -> np.ndarray:
-    """Return [source, target] whether bringing gradients back is one sum."""
+    """Return [source, target] whether gradients go from the target layout to the source layout by
+    a single sum over devices.
+    """
     sources, targets = ends
     # Gradients go from the targets to the sources.
     is_sum = _may_be_sum(_sides(targets, "grad"), _sides(sources, "grad"), mesh_shape).T.copy()

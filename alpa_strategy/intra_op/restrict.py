@@ -92,10 +92,11 @@ def _meets_pin(
     wanted: tuple[ParameterMode, ...],
     origin: str,
 ) -> np.ndarray:
-    """Return for each option of a parameter whether it has the pinned modes.
+    """Return [option] whether an option of a parameter has the pinned modes.
 
     Args:
-        origin: names the pin in the error.
+        wanted: the pinned mode per mesh axis.
+        origin: of the pin, for the error. A pin of the running plan (`RUNNING`) is met exactly.
 
     Raises:
         PlanError: no option has them.
@@ -264,8 +265,13 @@ def matching(pattern: str, names: Mapping[str, str], option: str = "placements")
 def _mode_penalty(
     name: str, meta: TensorMeta, options: ParameterOptions, axis: int, penalty: float
 ) -> np.ndarray:
-    """Return the seconds that the named plan of one axis adds to each option of a parameter; inf
-    forbids it.
+    """Return [option] the seconds that the named plan of one axis adds to an option of a parameter;
+    inf forbids it.
+
+    Args:
+        name: `auto`, `tensor`, `data`, `zero1`, `zero2` or `zero3`.
+        axis: of the mesh.
+        penalty: seconds of what `tensor` avoids.
     """
     letters = [plan.modes[axis].storage.value[0] for plan in options.plans]
     if name == "auto":
@@ -293,8 +299,8 @@ def _mode_penalty(
 def _use_penalty(
     name: str, meta: TensorMeta, layouts: TransferLayouts, axis: int, penalty: float
 ) -> np.ndarray:
-    """Return the seconds that the named plan of one axis adds to each way to bring a stored
-    parameter to the layout of a use: [source, target].
+    """Return [source, target] the seconds that the named plan of one axis adds to resharding a
+    stored parameter to the layout of a use. Args: as of `_mode_penalty`.
     """
     stored_dims = [layout[axis].shard_dim for layout in layouts.sources]
     used_dims = [layout[axis].shard_dim for layout in layouts.targets]

@@ -11,7 +11,7 @@ import torch
 
 @dataclass(frozen=True)
 class Reads:
-    """What the update of one parameter looks at."""
+    """Which elements the update of a parameter's element reads: itself, slices, or all of them."""
 
     # Dims along which the update of a shard is the shard of the update.
     free_dims: frozenset[int]

@@ -180,7 +180,7 @@ def checked(data: Any, kind: type, path: str) -> Any:
 
 @cache
 def _field_types(kind: Any) -> dict[str, Any]:
-    """Field -> its type, in the order of the file."""
+    """Return field -> type of the dataclass `kind`, in the order of the plan file."""
     types = get_type_hints(kind)
     ordered = {name: types[name] for name in types if name not in _LAST_FIELDS}
     for name in _LAST_FIELDS:
@@ -190,7 +190,14 @@ def _field_types(kind: Any) -> dict[str, Any]:
 
 
 def _read_fields(kind: Any, data: dict[str, Any], path: str) -> Any:
-    """Return a data class of type `kind`."""
+    """Return an object of the data class `kind`. Fields of `data` that it lacks are ignored.
+
+    Args:
+        path: of `data` in the plan file, for the message.
+
+    Raises:
+        PlanError: a field is missing or has a wrong value.
+    """
     values = {}
     for name, field_kind in _field_types(kind).items():
         name_in_file = _NAMES_IN_FILE.get(name, name)

@@ -303,7 +303,12 @@ def _layers(function: Any) -> list[Any]:
 
 
 def _reach(function: Any, reached: dict[types.FunctionType, None], depth: int) -> None:
-    """Add `function` and the user's functions that its code names to `reached`."""
+    """Add `function` and the user's functions that its code names, and theirs in turn, to
+    `reached`.
+
+    Args:
+        depth: how many functions are between it and the first one; at most `MAX_DEPTH`.
+    """
     if depth > MAX_DEPTH:
         return
     owner = getattr(function, "__self__", None)

@@ -40,7 +40,9 @@ def check_checkpoint_paths(trainer: Any, is_written_by_all_ranks: bool) -> None:
 
 
 def warn_of_uploads(trainer: Any) -> None:
-    """Loggers that upload checkpoints (`log_model`) look for files, and pass over directories."""
+    """Warn if a logger uploads checkpoints (`log_model`): it passes over directories, as sharded
+    checkpoints are.
+    """
     flags = ("_log_model", "_log_model_checkpoints")
     uploading = [
         type(logger).__name__
@@ -56,7 +58,7 @@ def warn_of_uploads(trainer: Any) -> None:
 
 
 def local_folder(trainer: Any) -> Path:
-    """The Trainer's `default_root_dir`, or the current folder where that is a URL: plans and
+    """Return the Trainer's `default_root_dir`, or the current folder if that is a URL: plans and
     measured costs are stored below it.
     """
     folder = trainer.default_root_dir

@@ -102,15 +102,18 @@ class Checkpoints:
         self._left_alone = False
 
     def __getstate__(self) -> dict[str, Any]:
-        """A Trainer may be pickled when its job is over: without what connects this process to the
-        others.
+        """Pickle without the connections to other processes: a Trainer may be pickled when its job
+        is over.
         """
         lost = ("_meeting", "_writer", "_group", "_on_demand")
         return {**vars(self), **dict.fromkeys(lost)}
 
     def begin(self, trainer: Any, run: Any, replicas: int | None) -> None:
-        """A run of the Trainer begins; `run`: a training that has left its module in shards.
-        Collective.
+        """Prepare for a run of the Trainer, which begins. Collective.
+
+        Args:
+            run: of a training that has left its module sharded, if any.
+            replicas: number of replicas; None: each rank loads samples of its own.
         """
         self._num_shares = replicas or world_size()
         self._trainer = trainer
@@ -129,7 +132,18 @@ class Checkpoints:
     def load(
         self, path: str | Path, weights_only: bool | None, checkpoint_io: Any
     ) -> dict[str, Any]:
-        """The Lightning checkpoint at `path`, with tensors that are read when they are used."""
+        """Return the Lightning checkpoint at `path`, with tensors that are read when they are used.
+
+        While fitting it also takes up the checkpoint's state of ranks and its plans.
+
+        Args:
+            path: local path or URL.
+            weights_only: as of `torch.load`.
+            checkpoint_io: the Trainer's, which reads what this package does not.
+
+        Raises:
+            CheckpointError: it cannot be read.
+        """
         if self._writer is not None:
             # It may be this checkpoint that is being written.
             self._writer.wait()
@@ -163,7 +177,7 @@ class Checkpoints:
         return checkpoint
 
     def _is_opened_here(self, path: str | Path, checkpoint_io: Any) -> bool:
-        """Whether this package reads the checkpoint, not the CheckpointIO."""
+        """Whether this package reads the checkpoint, and not the Trainer's `checkpoint_io`."""
         if not is_url(path):
             return _is_torchs(checkpoint_io) or is_checkpoint(path)
         if not _is_torchs(checkpoint_io) and self._form != "sharded":
@@ -172,9 +186,14 @@ class Checkpoints:
         return not str(path).startswith("http") or is_checkpoint(path)
 
     def load_model(self, module: Any, state_dict: Mapping[str, Tensor], strict: bool) -> None:
-        """Read parameters and buffers into the module; those that are still on the meta device when
-        it is sharded, and
-        those of a module that lies in shards into these. Collective."""
+        """Read parameters and buffers into the module. Collective.
+
+        Parameters on the meta device are read later, when the module is sharded. If it is sharded
+        already, the shards are read.
+
+        Args:
+            strict: whether names that are missing or unknown are an error, as of `load_state_dict`.
+        """
         store = self._store
         parameters = dict(module.named_parameters(remove_duplicate=False))
         held = {name for name, p in parameters.items() if p in store}
@@ -192,7 +211,16 @@ class Checkpoints:
             self.restore_parameters(store)
 
     def load_optimizers(self, optimizers: Sequence[Optimizer], stored: Sequence[Any]) -> None:
-        """Read the groups now, and the state when it is known which part of it this rank holds."""
+        """Read the groups of the optimizers now, and their state when it is known which shard of it
+        this rank has.
+
+        Args:
+            stored: state dict of each optimizer.
+
+        Raises:
+            CheckpointError: there are more or fewer states than optimizers, or one is not that of a
+                torch optimizer.
+        """
         if len(stored) != len(optimizers):
             raise CheckpointError(
                 f"the checkpoint has states of {len(stored)} optimizers, configure_optimizers gave"
@@ -316,8 +344,8 @@ class Checkpoints:
     # Saving
 
     def serve_hooks(self) -> None:
-        """Before a collective of all ranks that code of a hook may come to: gather what hooks of
-        other ranks compute with.
+        """Gather the entries that checkpoint hooks of other ranks compute with. To be called before
+        a collective of all ranks that code of a hook may come to.
         """
         if self._is_in_hook:
             self._on_demand.finish()
@@ -329,7 +357,9 @@ class Checkpoints:
         return getattr(module, "_current_fx_name", None) == "on_save_checkpoint"
 
     def module_state(self, strategy: Any) -> dict[str, Any]:
-        """The module's state dict, with shards or whole tensors as it will be written."""
+        """Return the module's state dict, with shards or full tensors as it will be written; {} if
+        only some ranks are here for the checkpoint. Collective.
+        """
         if self._is_left_alone():
             return {}
         module = strategy.lightning_module
@@ -366,8 +396,16 @@ class Checkpoints:
     def save(
         self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any, checkpoint_io: Any
     ) -> bool:
-        """Write a checkpoint that was made of the two above; False when only some ranks are here
-        for it. Collective.
+        """Write a checkpoint that was made of the two above. Collective.
+
+        Args:
+            checkpoint: the Trainer's; states of this rank are added to it.
+            path: local path or URL.
+            storage_options: as of Lightning's CheckpointIO.
+            checkpoint_io: the Trainer's.
+
+        Returns:
+            False, with nothing written, if only some ranks are here for it.
         """
         if self._left_alone:
             return False
@@ -418,7 +456,9 @@ class Checkpoints:
             self._writer_now().save_file(checkpoint, path, in_background)
 
     def _in_full(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
-        """The checkpoint with full tensors, on rank 0. Collective where it has shards."""
+        """Return the checkpoint with full tensors in host memory on rank 0, and empty ones on other
+        ranks. Collective if it has shards.
+        """
 
         def full(shards: LocalShards) -> Tensor:
             tensor = shards.full_tensor()
@@ -463,7 +503,9 @@ class Checkpoints:
         return is_in_shards and world_size() > 1 and _is_torchs(checkpoint_io)
 
     def _writes_through(self, checkpoint_io: Any, path: str | Path) -> bool:
-        """Whether the CheckpointIO writes and removes, not this package's writer."""
+        """Whether the Trainer's `checkpoint_io` writes and removes the checkpoint at `path`, not
+        this package's writer.
+        """
         if is_of_process(path) and world_size() > 1:
             # Other ranks' shards would be in the memory of these.
             return True
@@ -512,15 +554,21 @@ class Checkpoints:
     # The end
 
     def run_ends(self) -> None:
-        """Training has ended, parameters are whole again: later checkpoints have the run's last
-        random streams.
+        """Note that training has ended and parameters are full again: later checkpoints have the
+        run's last random streams.
         """
         if self._run is not None:
             self._run_state, self._run = self._run.state_dict(), None
 
     def close(self, interrupted: bool) -> None:
-        """Wait for what is written in the background; after an exception only for a while. Raises
-        what failed.
+        """Wait for checkpoints that are written in the background; after an exception only for a
+        while.
+
+        Args:
+            interrupted: whether the run ended by an exception. Failures are then warnings.
+
+        Raises:
+            CheckpointError: writing one has failed.
         """
         release_downloads()
         if self._writer is None:

@@ -54,7 +54,9 @@ def _reading_directories(parse: Callable[[Any], None]) -> Callable[[Any], None]:
 
 @contextmanager
 def _hyper_parameters_file(directory: str | Path) -> Iterator[str]:
-    """A file for the context that holds the hyperparameters of a checkpoint, and nothing else."""
+    """Context with the path of a temporary file that has the hyperparameters of a checkpoint, and
+    nothing else.
+    """
     checkpoint = open_checkpoint(directory, weights_only=True)
     content = {HYPER_PARAMETERS: checkpoint.get(HYPER_PARAMETERS, {})}
     with tempfile.NamedTemporaryFile(suffix=".ckpt") as file:

@@ -243,7 +243,12 @@ class ReplicaChecksum:
         )
 
     def _warn_of(self, names: Sequence[str], when: str) -> None:
-        """Warn of parameters whose copies differ by what steps write to them."""
+        """Warn, on rank 0, of parameters whose copies differ by what steps write to them.
+
+        Args:
+            names: of the parameters; none: no warning.
+            when: they were compared, for the message.
+        """
         if not names:
             return
         lines = self._lines()
@@ -297,19 +302,23 @@ class ReplicaChecksum:
         return result
 
     def _tensors(self) -> Iterator[Tensor | None]:
-        """What this rank has of each of `names`, None where it has none of it."""
+        """Yield this rank's tensor for each of `names`: a parameter or its gradient, or a buffer;
+        None if the rank has none of it.
+        """
         for parameter in self._store.parameters:
             tensor = parameter.grad if self._of else parameter
             yield tensor if self._store.holds(parameter) else None
         yield from (attrgetter(name)(self._module) for name in self._buffers)
 
     def _written(self) -> Iterator[Tensor | None]:
-        """Yield digests of what steps have written to each parameter, None where nothing is."""
+        """Yield, per parameter, a digest of the values that steps have written to it; None if they
+        have written none.
+        """
         if self._writes is not None:
             yield from map(self._writes.digest_of, self._store.parameters)
 
     def _place(self, parameter: nn.Parameter) -> str:
-        """Which part of it this rank holds; equal for copies."""
+        """Return a text of the shards of a parameter that this rank has; equal for copies."""
         chunks = self._store.chunks(parameter, parameter.detach())
         return (
             repr([(start, tuple(part.shape)) for start, part in chunks])
@@ -343,12 +352,18 @@ class GradientCheck:
         self._was_finite = True
 
     def look(self, name: str, used: Tensor) -> None:
-        """A hook of the backward: `used.grad` is this rank's own. Nothing is waited for."""
+        """Record whether the gradient of parameter `name` is finite. A hook of the backward, which
+        waits for nothing.
+
+        Args:
+            used: whose `grad` is this rank's local gradient.
+        """
         assert used.grad is not None
         self._own.append((name, _is_bad(used.grad)))
 
     def finish(self, gradients: Mapping[str, Tensor | None], step: int) -> None:
-        """Report what is not finite, at the first of such steps; else compare. Collective.
+        """Report losses and gradients that are not finite, at the first of such steps; else
+        compare. Collective.
 
         Args:
             gradients: reduced, by the parameters' names.
@@ -383,9 +398,12 @@ class GradientCheck:
 
 
 def report(seen_by_rank: Sequence[Seen], divided: bool) -> str:
-    """What the ranks have seen in a step in which something is not finite, as a sentence or two.
+    """Return sentences for the user on a step in which something is not finite: which ranks' loss,
+    gradients or batch, and the likely cause.
 
     Args:
+        seen_by_rank: (whether the loss is not finite, the first parameter whose local gradient is
+            not, the first whose summed gradient is not, whether the batch is not) of each rank.
         divided: one step of all ranks, which exchange values within it: one rank's fault may come
             to all of them.
     """

@@ -38,9 +38,11 @@ def register_directory_loading() -> None:
 
 
 def _reader(read: Callable[..., Any], for_module: bool) -> Callable[..., Any]:
-    """`read`, that reads our directories as well, their tensors in memory.
+    """Return a function that does what `read` does, and reads this package's directories as well,
+    with their tensors in memory.
 
     Args:
+        read: Lightning's reader of files.
         for_module: optimizers' state may stay on disk, and whatever is read must be a module's
             checkpoint.
     """
@@ -74,7 +76,13 @@ def _load_file(
     weights_only: bool | None,
     for_module: bool,
 ) -> Any:
-    """Read an ordinary file with Lightning's reader `read`; a node downloads one at a URL once."""
+    """Return the content of an ordinary file; a node downloads one at a URL once.
+
+    Args:
+        read: Lightning's reader.
+        map_location, weights_only: its arguments, as of `torch.load`.
+        for_module: whether it is a module's checkpoint, whose tensors are then checked.
+    """
     if is_url(path):
         if str(path).startswith("http"):
             return read(path, map_location, weights_only)

@@ -173,7 +173,7 @@ class EagerRun(ShardedRun):
     """A run with eager steps; see the file's docstring. Making one is collective.
 
     Args:
-        given: the module, its optimizers and the job.
+        inputs: the module, its optimizers and the job.
         why: the reason for which the steps are not captured.
         say: whether `why` is logged.
 
@@ -280,8 +280,8 @@ class EagerRun(ShardedRun):
 
     @override
     def begin_check(self, batch: Any = None, loss: Tensor | None = None) -> None:
-        """Also report what the forward saved for the backward, and warn of a first loss that is
-        nan.
+        """Do as `ShardedRun.begin_check`, log the bytes that the forward saved for the backward,
+        and warn of a first loss that is nan.
         """
         super().begin_check(batch, loss)
         if loss is None:
@@ -303,7 +303,12 @@ class EagerRun(ShardedRun):
 
     @override
     def training_step(self, batch: Any, batch_idx: int, eager_step: Callable[[], Any]) -> Any:
-        """Run the module's own step, parameters gathered while they are used."""
+        """Run the module's own step, parameters gathered while they are used, and return its
+        output.
+
+        Args:
+            eager_step: calls the module's `training_step`; the batch is bound to it already.
+        """
         self.take_buffers()
         if self.on_use is not None:
             self.on_use.begin_step()
@@ -370,7 +375,7 @@ def _check_pruning(module: Any, plan: Plan) -> None:
 
 
 def _log_reason(why: CaptureError) -> None:
-    """Log the reason for eager steps, and the advantages of captured ones."""
+    """Log on rank 0 the reason `why` steps run eagerly, and the advantages of captured ones."""
     problem = " ".join(why.problem.split())
     rank_zero_info(
         "alpa: steps run eagerly, each rank on its own batch, gradients averaged (DDP's contract):"

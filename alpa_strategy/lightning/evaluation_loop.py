@@ -12,9 +12,13 @@ from alpa_strategy.errors import RuntimeMismatchError
 
 
 def next_loader(trainer: Any, loader: int, batch_idx: int) -> int | None:
-    """The dataloader of this rank's batch after number `batch_idx` of `loader` (-1: of its first
-    batch) in the
-    evaluation loop that runs, None where it has none left."""
+    """Return the index of the dataloader of this rank's next batch in the running evaluation loop;
+    None if it has no batch left.
+
+    Args:
+        loader: index of the dataloader of the last batch; -1: there is none yet.
+        batch_idx: number of the last batch.
+    """
     loop = trainer._active_loop
     if loop._data_fetcher.done:
         return None
@@ -43,7 +47,7 @@ _OF_TRAINER = ("global_step", "current_epoch")
 
 
 class StepCounters(dict[str, Any]):
-    """What a step's guards and logs are asked about, by name.
+    """The counters that a step's guards and logs may read, by name.
 
     The Trainer's counters are read when they are asked for: few steps do, and reading both takes
     microseconds.
@@ -92,7 +96,11 @@ class EvaluationLoop:
             self._meet(next_loader(trainer, -1, 0))
 
     def after_step(self, batch_idx: int = 0, dataloader_idx: int | None = None) -> None:
-        """A step has run, on the batch of this number."""
+        """Note that the step of batch `batch_idx` of a dataloader (None: the only one) has run.
+
+        After the last batch of a dataloader, the ranks' logs are reduced and the ranks compare
+        which dataloader comes next. That is collective.
+        """
         loader = dataloader_idx or 0
         if (
             self._is_watching
@@ -103,14 +111,20 @@ class EvaluationLoop:
             self._meet(following)
 
     def end(self) -> None:
-        """The loop has ended: buffers that its steps have changed are rank 0's on all ranks, as DDP
-        has them.
+        """Give all ranks rank 0's buffers if the loop's steps have changed any, as DDP does. To be
+        called when the loop has ended. Collective.
         """
         if any_rank([any(buffer._version != version for buffer, version in self._buffers)])[0]:
             broadcast_tensors(self._trainer.lightning_module.buffers())
 
     def _meet(self, next_loader: int | None) -> None:
-        """This rank is done with a loader; its next one is `next_loader`."""
+        """Compare between ranks which dataloader comes next: `next_loader` on this rank.
+
+        Collective, unless the ranks differed before.
+
+        Raises:
+            RuntimeMismatchError: they differ, and some logged value is reduced over ranks.
+        """
         # Whether anything of it is reduced when a loader ends.
         logged = (self._trainer._results or {}).values()
         needed = any(
@@ -136,8 +150,8 @@ class EvaluationLoop:
 
 
 def _reduce_logs(trainer: Any) -> None:
-    """Let what is logged without `sync_dist` by all ranks in the dataloader that ends be all
-    ranks'.
+    """Reduce over all ranks the values that all have logged without `sync_dist` in the dataloader
+    that ends. Collective.
     """
     results = trainer._results
     if results is None:

@@ -137,7 +137,9 @@ class FullParameters:
                 _set_tensors(full)
 
     def _gather(self, with_gradients: bool) -> None:
-        """Give every parameter its full data, and gradient if wanted. Collective."""
+        """Give every parameter its full data, and its full gradient if `with_gradients`.
+        Collective.
+        """
         self.before_gather()
         store = self.store
         # The training needs the gathered tensors later: they must not be inference tensors if this
@@ -178,7 +180,10 @@ class FullParameters:
         return copy.grad.view(shape)
 
     def _write_back(self, with_gradients: bool, awaits_backward: bool = False) -> None:
-        """Write changes of the full tensors into the shards. No communication."""
+        """Write changes of the full tensors into the shards. No communication.
+
+        Args: as of `entered`.
+        """
         store = self.store
         with torch.inference_mode(False), torch.no_grad():
             for i, (parameter, shard, grad) in enumerate(self._shards):
@@ -197,9 +202,12 @@ class FullParameters:
                     self._shards[i] = (parameter, shard, new_grad)
 
     def _shard_of_gradient(self, parameter: nn.Parameter, grad: Tensor | None) -> Tensor | None:
-        """Return the shard of a full gradient.
+        """Return the shard of the full gradient in `parameter.grad`; None if there is none.
 
         A gradient that the ranks sum later is stored in the copy that collects it; then None.
+
+        Args:
+            grad: the shard of the gradient before it was gathered.
         """
         full_grad = parameter.grad
         copy = self.store.summed_later(parameter) if grad is None else None
@@ -247,7 +255,11 @@ def shapes_only(store: ParameterStore) -> Iterator[None]:
 
 
 def _set_tensors(tensors: list[tuple[nn.Parameter, Tensor, Tensor | None]]) -> None:
-    """Set the data and the gradient of each parameter."""
+    """Set data and gradient of parameters.
+
+    Args:
+        tensors: (parameter, its data, its gradient).
+    """
     for parameter, _, _ in tensors:
         # The new data may have another shape than the old gradient.
         parameter.grad = None
@@ -330,7 +342,7 @@ def unshard_for_hooks(
 def _with_full_parameters(
     owner: Any, name: str, full_parameters: FullParameters
 ) -> Callable[..., Any]:
-    """Return the hook `name` of `owner`, to be called with full parameters."""
+    """Return a function that calls the hook `name` of `owner` with full parameters."""
     hook = getattr(owner, name)
     # The hook may call its closure, which runs the step and its backward on shards.
     if name == "optimizer_step":
@@ -356,7 +368,11 @@ def _with_closure(
 
 
 def _gets_full(owner: Any, name: str, fits: Callable[[bool], str | None]) -> bool:
-    """Whether full parameters fit into memory for a hook; else the user is warned.
+    """Whether full parameters fit into memory for the hook `name` of `owner`; else the user is
+    warned.
+
+    Args:
+        fits: as of `unshard_for_hooks`.
 
     Raises:
         AlpaError: the hook is a callback's that cannot work without them.
@@ -460,8 +476,11 @@ def _unscale_and_agree(
     torch's ShardedGradScaler does the same, but needs gradients on every rank. Also, torch's scaler
     copies its scale to gradients in host memory without waiting for the copy.
 
+    Args:
+        unscale: torch's `GradScaler._unscale_grads_`, whose arguments the others are.
+
     Returns:
-        The flag of overflow, as the scaler's dict by device.
+        Device -> flag of overflow: 1.0 if any rank's gradients have inf or nan.
     """
     device = found_inf.device
     parameters = [p for group in optimizer.param_groups for p in group["params"]]

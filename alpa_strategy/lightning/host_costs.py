@@ -16,7 +16,8 @@ from alpa_strategy.sharding.strategies import localize
 
 
 def add_host_seconds(plan: Plan, task: PlanTask, device: torch.device) -> Plan:
-    """The plan, its prediction with the Python of a step's ops, of the optimizer and of the loop.
+    """Return the plan, with the Python of a step's ops, of the optimizer and of the loop in its
+    prediction.
 
     The loop's part is an assumption until it has run (`loop_clock.py`).
     """
@@ -27,7 +28,8 @@ def add_host_seconds(plan: Plan, task: PlanTask, device: torch.device) -> Plan:
 
 
 def _ops_host_seconds(plan: Plan, step: StepGraph, device: torch.device, slowdown: float) -> float:
-    """Seconds that the ops of a single stage take more in their order than priced one by one.
+    """Return the seconds that the ops of a single stage take more in their order than priced one by
+    one. They are run on `device`.
 
     0 for pipelines, whose prediction has the runtime's own time of each micro-batch, and for long
     steps.
@@ -43,7 +45,7 @@ def _ops_host_seconds(plan: Plan, step: StepGraph, device: torch.device, slowdow
 
 
 def ordered_calls(plan: Plan, step: StepGraph) -> list[OrderedCall]:
-    """The ops of a plan's only stage as its first device runs them."""
+    """Return the local calls of the ops of a plan's only stage, as its first device runs them."""
     (stage,) = plan.stages
     shape = stage.logical_mesh
     origin = (0,) * len(shape)

@@ -112,7 +112,12 @@ class Job:
 def options_of_run(
     options: PlanOptions, trainer: Any, replica: Replica | None, is_compiled: bool
 ) -> PlanOptions:
-    """Return the user's `options` with the settings of the Trainer's run filled in."""
+    """Return the user's `options` with the settings of the Trainer's run filled in.
+
+    Args:
+        replica: this rank's, if the ranks are divided into replicas.
+        is_compiled: whether programs are compiled.
+    """
     accumulated = most_accumulated(trainer)
     options = replace(options, accumulate_grad_batches=accumulated, compile=is_compiled)
     if replica is not None:
@@ -124,7 +129,11 @@ def options_of_run(
 def submodule_options(
     options: PlanOptions, limits: Limits, num_devices: int
 ) -> tuple[int, PlanOptions] | None:
-    """Return `Job.submodules` for a job of `num_devices`.
+    """Return `Job.submodules` for a job of `num_devices`; None: submodules are not planned.
+
+    Args:
+        options: the user's, of planning.
+        limits: the user's other options.
 
     Raises:
         OptionError: the options contradict each other.

@@ -19,13 +19,18 @@ class LoaderOrder:
         self._divides_rows: bool | None = None
 
     def use(self, trainer: Any, world_size: int) -> None:
-        """A run of the Trainer begins on `world_size` ranks, before any loader is made."""
+        """Let the Trainer divide samples between ranks if there are several.
+
+        To be called when a run begins, before any loader is made.
+        """
         connector = trainer._accelerator_connector
         if self._divides_rows is None:
             self._divides_rows = connector.use_distributed_sampler
         connector.use_distributed_sampler = self._divides_rows and world_size > 1
 
     def restore(self, trainer: Any) -> None:
-        """One device takes up an epoch that several have begun: it goes on in their order."""
+        """Let the Trainer order samples as several ranks do, for one device that takes up an epoch
+        that several have begun.
+        """
         if self._divides_rows is not None:
             trainer._accelerator_connector.use_distributed_sampler = self._divides_rows

@@ -20,7 +20,7 @@ def reduce_logged(
     reduce_op: Any,
     reduce: Callable[[Tensor, Any], Tensor],
 ) -> Tensor:
-    """`reduce(tensor, reduce_op)`, exact where `tensor` is the batch sizes of a logged mean.
+    """Return `reduce(tensor, reduce_op)`, exact if `tensor` is the batch sizes of a logged mean.
 
     Args:
         trainer: whose logged results are looked at.

@@ -41,7 +41,9 @@ class LoggerReport:
         self._since = 0.0
 
     def begin_batch(self, run: "ShardedRun") -> None:
-        """Count a training batch that begins, and log what is due."""
+        """Count a training batch that begins, and log the plan of `run` at its first batch, then
+        metrics every `log_every_n_steps` batches.
+        """
         if not self._trainer.loggers:
             return
         if run.plan is not self._plan:
@@ -89,7 +91,9 @@ class LoggerReport:
 
 
 def _rates(figures: "TaskFigures | None", seconds: float) -> dict[str, float]:
-    """Return the rates of a step that takes `seconds`, as far as they are known."""
+    """Return metric -> rate of a step that takes `seconds`, as far as they are known; none without
+    `figures` of the task.
+    """
     if figures is None:
         return {}
     rates = {
@@ -101,7 +105,7 @@ def _rates(figures: "TaskFigures | None", seconds: float) -> dict[str, float]:
 
 
 def plan_hyperparameters(plan: "Plan") -> dict[str, Any]:
-    """Return what a plan decides, in numbers and short strings."""
+    """Return name -> decision of a plan, as numbers and short strings."""
     return {
         "eager": plan.is_eager,
         "stages": len(plan.stages),
@@ -119,7 +123,7 @@ def _prefixed(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _store_page(logger: Logger, plan: "Plan") -> None:
-    """Store the plan's page with loggers that store files."""
+    """Store the plan's page with `logger` if it is one that stores files (MLflow, W&B)."""
     if not isinstance(logger, MLFlowLogger | WandbLogger):
         return
     # The page is drawn only where it is stored.

@@ -33,18 +33,18 @@ class LoopClock:
         return statistics.median(self._steps[1 + WATCHED_STEPS.start :])
 
     def leave(self) -> None:
-        """The ops of a step, or of its optimizer, have ended."""
+        """Note that the ops of a step, or of its optimizer, have ended: the Trainer's loop runs."""
         if not self.is_done:
             self._outside_since = time.perf_counter()
 
     def enter(self) -> None:
-        """The ops of a step, or its backward, begin."""
+        """Note that the ops of a step, or its backward, begin."""
         if self._outside_since is not None:
             self._outside += time.perf_counter() - self._outside_since
             self._outside_since = None
 
     def end_step(self) -> None:
-        """The next training step begins: what was added up belongs to the last one."""
+        """Note that the next training step begins: the seconds so far belong to the last one."""
         if not self.is_done:
             self._steps.append(self._outside)
             self._outside = 0.0

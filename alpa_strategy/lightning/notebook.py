@@ -391,7 +391,7 @@ def _received(worker: _Worker) -> _Report:
 
 
 def _end(workers: Sequence[_Worker], grace_seconds: float) -> None:
-    """Wait for the workers to end by themselves, then kill those that are left."""
+    """Wait `grace_seconds` for the workers to end by themselves, then kill those that are left."""
     deadline = time.monotonic() + grace_seconds
     for worker in workers:
         worker.process.join(max(0.0, deadline - time.monotonic()))

@@ -97,7 +97,7 @@ def memory_note(plan: Plan | None, rank: int, memory: DeviceMemory) -> str:
 
 
 def _there(memory: DeviceMemory) -> str:
-    """Return the bytes of a device as text."""
+    """Return as text how much memory a device has, and who uses it."""
     words = [
         f"{format_bytes(memory.total)} on the device",
         f"{format_bytes(memory.used)} used by this process",
@@ -110,7 +110,9 @@ def _there(memory: DeviceMemory) -> str:
 
 
 def _changes_of_run(planned_bytes: int, memory: DeviceMemory) -> list[str]:
-    """Return what to change if memory is used for something that no plan includes."""
+    """Return sentences on changes of the run that free memory which no plan includes: of other
+    processes, or in the allocator's free blocks.
+    """
     changes = []
     if memory.others > max(_NOTABLE * memory.total, memory.total - planned_bytes):
         changes.append(

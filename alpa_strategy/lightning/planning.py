@@ -306,7 +306,12 @@ def _with_known_costs(task: PlanTask, job: Job) -> PlanTask:
 
 
 def _of_resumed_run(wanted: Fingerprint, task: PlanTask, job: Job) -> Plan | None:
-    """Return the plan of this step in the resumed run; None if there is none that can be used."""
+    """Return the plan of this step in the resumed run; None, reported to the user, if there is none
+    that can be used.
+
+    Args:
+        wanted: fingerprint of the step.
+    """
     why: str | None = None
     try:
         plan = job.plans.find(wanted, task.cluster, task.memory_limit)
@@ -417,7 +422,11 @@ def _plan_on_rank_zero(
 
 
 def _made(task: PlanTask, job: Job, pinned: Mapping[str, ParameterPlan] | None) -> Plan:
-    """Return a new plan; on a measured cluster, ops are timed on this rank's device first."""
+    """Return a new plan; on a measured cluster, ops are timed on this rank's device first.
+
+    Args:
+        pinned: plans of parameters that are stored already, by name; None: all are free.
+    """
     if not task.cluster.measured or task.options.costs is not None:
         return _chosen(task, job, pinned)
 
@@ -438,7 +447,10 @@ def _made(task: PlanTask, job: Job, pinned: Mapping[str, ParameterPlan] | None) 
 
 
 def _chosen(task: PlanTask, job: Job, pinned: Mapping[str, ParameterPlan] | None) -> Plan:
-    """Return the plan of `choose_plan`, with the costs of page faults on CPUs."""
+    """Return the plan of `choose_plan`, with the costs of page faults on CPUs.
+
+    Args: as of `_made`.
+    """
     with without_collections():
         from alpa_strategy.planner.planner import choose_plan
 

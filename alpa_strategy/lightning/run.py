@@ -80,7 +80,7 @@ MAX_PROGRAMS = 16
 
 @dataclass(frozen=True)
 class CapturedStep:
-    """A captured step, what runs it here, and what of the module it was captured with."""
+    """A captured step, and the program that runs it on this rank."""
 
     step: StepGraph
     program: StepProgram
@@ -102,8 +102,9 @@ class Run(ShardedRun):
     stages. Collective.
 
     Args:
-        given: with one optimizer, whose state, if any, is sharded too.
+        inputs: with one optimizer, whose state, if any, is sharded too.
         batch: the first batch, on this rank's device.
+        batch_idx: its number, as `training_step` gets it.
         resumed: as for `find_or_make_plan`.
     """
 
@@ -174,8 +175,15 @@ class Run(ShardedRun):
 
     @override
     def training_step(self, batch: Any, batch_idx: int, eager_step: Callable[[], Any]) -> Any:
-        """What `module.training_step(batch, batch_idx)` returns, computed by all ranks, or a
-        replica's, on all rows.
+        """Run the captured step on the samples of all ranks, or of a replica's, with its logs,
+        metrics and writes. Collective.
+
+        Returns:
+            The value of `module.training_step(batch, batch_idx)`.
+
+        Raises:
+            CaptureError: as of `_captured_step`.
+            FailedCheckError: a check of the step fails.
         """
         buffers_changed = self._buffers_changed()
         self.take_buffers()
@@ -293,8 +301,9 @@ class Run(ShardedRun):
                 parameter.grad = None
 
     def _loss_scale(self) -> float:
-        """What the precision plugin will scale the loss by: half-precision gradients inside the
-        step need it now.
+        """Return the factor by which the precision plugin will scale the loss; 1 without a scaler.
+
+        Half-precision gradients inside the step need it now.
         """
         scaler = getattr(self.module.trainer.precision_plugin, "scaler", None)
         return 1.0 if scaler is None else float(scaler.get_scale())
@@ -302,7 +311,7 @@ class Run(ShardedRun):
     # What runs a step: captured once per shape and content
 
     def _counters(self, step: StepGraph, batch: Any, batch_idx: int) -> StepCounters:
-        """The values of the counters and of the numbers that change."""
+        """Return the values of the counters, and of the numbers of `step` that change, by name."""
         counters = StepCounters(self._trainer, batch_idx)
         if step.numbers:
             counters.update(numbers_now(step.numbers, self.module, batch))
@@ -311,8 +320,8 @@ class Run(ShardedRun):
     def _captured_step(
         self, key: Hashable, batch: Any, batch_idx: int, buffers_changed: bool
     ) -> tuple[CapturedStep, Mapping[str, Any]]:
-        """What runs this batch, and its counters; captured, planned and lowered now where nothing
-        fits. Collective.
+        """Return the step that runs this batch, and its counters; it is captured, planned and
+        lowered now if there is none. Collective.
 
         Args:
             key: of the batch, `shape_key`.
@@ -398,8 +407,14 @@ class Run(ShardedRun):
     def _fitting(
         self, steps: Sequence[CapturedStep], batch: Any, batch_idx: int
     ) -> tuple[int | None, Mapping[str, Any], str | None]:
-        """The index of the step that serves the batch and its counters, or what has changed since
-        one that would.
+        """Choose the captured step whose values and guards hold for this batch.
+
+        Args:
+            steps: captured for batches of this kind.
+
+        Returns:
+            (index of the last one that holds, its counters, None), or (None, {}, a text of the
+            value that has changed since one of them, None if it has no name).
         """
         changed: str | None = None
         for index in reversed(range(len(steps))):
@@ -420,7 +435,12 @@ class Run(ShardedRun):
         return None, {}, changed
 
     def _changing_numbers(self, known: Sequence[CapturedStep], batch: Any) -> tuple[Place, ...]:
-        """The numbers that have changed so far, and are the same on all ranks. Collective."""
+        """Return the locations of numbers that have changed so far, and are the same on all ranks.
+        Collective.
+
+        Args:
+            known: captured steps; the last one is compared with the module and the batch.
+        """
         changing = {place for place in self._numbers if place.leaf is None}
         for last in known[-1:]:
             changing |= {*last.step.numbers, *changed_numbers(last.step, self.module, batch)}
@@ -439,7 +459,9 @@ class Run(ShardedRun):
     def _keep(
         self, key: Hashable, step: StepGraph, program: StepProgram, batch: Any
     ) -> CapturedStep:
-        """A new step, which is used now; the oldest go where there are too many."""
+        """Store a captured step for batches of kind `key`, and return it. The oldest steps of the
+        kind, and the oldest kinds, are dropped if there are too many.
+        """
         steps = self._captured.setdefault(key, [])
         steps.append(CapturedStep(step, program))
         del steps[:-MAX_PROGRAMS]
@@ -449,8 +471,10 @@ class Run(ShardedRun):
         return steps[-1]
 
     def _program(self, step: StepGraph) -> StepProgram:
-        """What runs a step as planned; one of another shape or content, under the running plan's
-        parameters.
+        """Return the program of a step, planned if it differs from the first one.
+
+        A step of another shape or content gets a plan with the running plan's parameters. If a
+        pipeline cannot run it, every rank computes all of it.
         """
         made_for = self.plan.fingerprint
         # Else it means other ops.
@@ -479,8 +503,10 @@ class Run(ShardedRun):
 
     @override
     def changed_parameters(self) -> str | None:
-        """See `ShardedRun.changed_parameters`; RuntimeMismatchError when it happened on some
-        ranks only.
+        """Do as `ShardedRun.changed_parameters`.
+
+        Raises:
+            RuntimeMismatchError: parameters changed on some ranks only.
         """
         changed = self._parameters.changed()
         if changed is not None:
@@ -488,9 +514,7 @@ class Run(ShardedRun):
         return changed
 
     def _measure(self) -> None:
-        """Remember when steps begin; after some, say how long a step takes against the
-        prediction.
-        """
+        """Record when a step begins; after some, report their seconds and the predicted ones."""
         count = len(self._step_starts)
         if count > MEASURED_STEPS.stop:
             return
@@ -504,7 +528,11 @@ class Run(ShardedRun):
 
     @override
     def finish_measuring(self) -> float | None:
-        """Say how long a step takes if the training ends before it was said, and return it."""
+        """Report how long a step takes if the training ends before it was reported.
+
+        Returns:
+            Median seconds of a step; None if too few were measured.
+        """
         starts = self._step_starts[MEASURED_STEPS.start :]
         if self.measured_step_seconds is None and len(starts) >= LEAST_MEASURED:
             if self._job.device.type == "cuda":
@@ -532,9 +560,7 @@ class Run(ShardedRun):
         self._job.progress.say(measured_line(predicted, seconds, rates, planned, cause))
 
     def _predicted(self) -> Predicted:
-        """The plan's prediction, with the loop as it was in the first steps: no plan can know
-        it.
-        """
+        """Return the plan's prediction, with the Trainer's loop as measured in the first steps."""
         planned = self.plan.predicted
         loop_seconds = self._loop_clock.seconds
         if loop_seconds is None:

@@ -37,8 +37,8 @@ class RunPlans:
 
     @property
     def used(self) -> list[PlanData]:
-        """The plans that this run has used so far, and those of the resumed run that it may use
-        yet.
+        """Return the plans that this run has used so far, and those of the resumed run that it may
+        still use, each once, for a checkpoint.
         """
         earlier = {_digest(plan): plan for plan in self._resumed}
         return list({**earlier, **self._used}.values())
@@ -48,7 +48,8 @@ class RunPlans:
         self._used[_digest(plan)] = plan
 
     def find(self, wanted: Fingerprint, cluster: ClusterSpec, memory_limit: float) -> Plan | None:
-        """The resumed run's plan for what `wanted` describes, None where it had none that fits.
+        """Return the resumed run's plan with the fingerprint `wanted`; None if it has none that
+        fits.
 
         A cluster that is measured is another one by its measurements: what fits into the memory of
         its devices fits. One that the user has described differently counts.
@@ -82,7 +83,11 @@ class RunPlans:
 
 
 def resumed_plans(state: Mapping[str, Any]) -> RunPlans:
-    """Those of the run that is resumed, from its `ShardedRun.state_dict()`."""
+    """Return the plans of the resumed run.
+
+    Args:
+        state: its `ShardedRun.state_dict()`; empty if there is none.
+    """
     main = state.get("plan")
     plans = [*state.get("plans", ()), *([] if main is None else [main])]
     return RunPlans([plan for plan in plans if _is_plan(plan)], state.get("planned_batch"))

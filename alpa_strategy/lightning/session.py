@@ -115,7 +115,11 @@ class Session:
     def before_training_batch(
         self, module: Any, optimizers: list[Optimizer], batch: Any, batch_idx: int
     ) -> None:
-        """Shard the module, at the first batch and after changes of its parameters."""
+        """Shard the module at the first batch, and once more after changes of its parameters.
+
+        Raises:
+            AlpaError: parameters changed between the batches of one optimizer step.
+        """
         if self.run is None:
             self._shard(module, optimizers, batch, batch_idx)
             return
@@ -141,7 +145,11 @@ class Session:
     def _shard(
         self, module: Any, optimizers: Sequence[Optimizer], batch: Any, batch_idx: int
     ) -> "ShardedRun":
-        """Plan on `batch` and shard the full module. Collective."""
+        """Plan on `batch`, shard the full module and restore its state. Collective.
+
+        Returns:
+            The run, which is the session's from now on.
+        """
         # Planning and the runtime are imported with the first batch, not with the package.
         with without_collections():
             from alpa_strategy.lightning.eager_run import reason_for_eager_steps
@@ -177,7 +185,9 @@ class Session:
         return run
 
     def _captured_run(self, inputs: "RunInputs", batch: Any, batch_idx: int) -> "ShardedRun | None":
-        """Return a run with captured steps; None, with the reason stored, if there is none."""
+        """Return a run with captured steps; None if they cannot be captured, with the reason in
+        `self._reason`. Collective.
+        """
         with without_collections():
             from alpa_strategy.lightning.run import Run
 
@@ -263,7 +273,9 @@ class Session:
             raise
 
     def _continue_eagerly(self, run: "ShardedRun", batch: Any, batch_idx: int) -> "ShardedRun":
-        """Replace `run` by one with eager steps, perhaps between batches of one optimizer step."""
+        """Replace `run` by one with eager steps, and return that. Gradients that an optimizer step
+        has accumulated so far go over to it.
+        """
         gradients = run.take_gradients() if self._is_accumulating else []
         self._unshard()
         run = self._shard(run.module, run.optimizers, batch, batch_idx)
@@ -458,7 +470,11 @@ def _keeping_full(job: Job, names: tuple[str, ...]) -> Job:
 
 
 def _warn_of_shared_memory(shared: Mapping[str, Tensor], run: "ShardedRun") -> None:
-    """Warn of sharded parameters whose full memory is used by other objects."""
+    """Warn, on rank 0, of sharded parameters whose full memory is used by other objects.
+
+    Args:
+        shared: parameters, by name, whose memory was shared before they were sharded.
+    """
     sharded = set(run.store.sharded_parameters)
     names = [name for name, parameter in shared.items() if parameter in sharded]
     if names:
@@ -478,7 +494,11 @@ def _is_reason(why: BaseException | None, error: Exception) -> bool:
 
 
 def _show_plan(run: "ShardedRun", job: Job, process_bytes: int = 0) -> None:
-    """Print the plan of a run, if this rank prints."""
+    """Print the plan of a run, if this rank prints.
+
+    Args:
+        process_bytes: of host memory that the process takes in addition to the plan's tensors.
+    """
     if not job.progress.enabled:
         return
 

@@ -19,12 +19,12 @@ _PLAIN = (str, int, float, bool, type(None))
 
 
 def shape_key(batch: Any) -> Hashable:
-    """Equal for batches that one program may serve."""
+    """Return a key that is equal for batches that one program may run."""
     return keyed_leaves(batch)[0]
 
 
 def keyed_leaves(batch: Any) -> tuple[Hashable, list[Any]]:
-    """`shape_key(batch)`, and the batch's leaves in the order of `pytree.tree_leaves`."""
+    """Return `shape_key(batch)`, and the batch's leaves in the order of `pytree.tree_leaves`."""
     leaves: list[Any] = []
     key = _key(batch, leaves)
     shared = _shared_memory(leaves)
@@ -48,7 +48,9 @@ def _shared_memory(leaves: list[Any]) -> tuple[tuple[int, int], ...]:
 
 
 def _key(value: Any, leaves: list[Any]) -> Hashable:
-    """The key of a part of a batch; adds its leaves to `leaves`."""
+    """Return the key of a part of a batch: equal for parts of equal structure, shapes and plain
+    values. Adds its leaves to `leaves`.
+    """
     kind = type(value)
     if kind is list or kind is tuple:
         return (kind, *[_key(item, leaves) for item in value])
@@ -64,8 +66,8 @@ def _key(value: Any, leaves: list[Any]) -> Hashable:
 
 
 def _leaf_key(leaf: Any) -> Hashable:
-    """Return what a captured step depends on in a leaf of the batch: shape and dtype, type, or
-    value.
+    """Return the key of a leaf of the batch: shape and dtype of a tensor, the type of a value that
+    steps need not read (a text), any other value itself.
     """
     if isinstance(leaf, Tensor):
         return leaf.shape, leaf.dtype

@@ -79,7 +79,7 @@ class ShardedRun(ABC):
     """A module with sharded parameters. Methods that gather or reduce are collective.
 
     Args:
-        given: the module, its optimizers and its job.
+        inputs: the module, its optimizers and its job.
         optimizer_info: properties of all optimizers together.
         plan: the plan.
         store: store of the parameters, which are sharded here.
@@ -158,7 +158,9 @@ class ShardedRun(ABC):
         self.peers: Any = None
 
     def _compare_copies(self, inputs: RunInputs, buffers: Sequence[BufferInput]) -> None:
-        """Make what compares copies of parameters, buffers and gradients. Collective."""
+        """Make the checks that compare the ranks' copies of parameters, buffers and gradients.
+        Collective.
+        """
         job = inputs.job
         every = job.limits.check_replicas_every
         compared = (self.store, self.module, buffers, every, job.device)
@@ -216,7 +218,7 @@ class ShardedRun(ABC):
             self._placed.load_state_dict(state)
 
     def measured_steps(self, profiled: ProfiledSteps | None) -> MeasuredSteps:
-        """Return what was measured of the plan's steps, with the profile of some, if any."""
+        """Return the measured seconds of the plan's steps, with the profile of some, if any."""
         return MeasuredSteps(
             plan_digest(self.plan),
             self.measured_step_seconds,
@@ -239,7 +241,7 @@ class ShardedRun(ABC):
             stepper(parameters)
 
     def _stepper(self) -> StepByBucket | None:
-        """Return what steps the optimizer bucket by bucket during the backward.
+        """Return the `StepByBucket` that steps the optimizer bucket by bucket in the backward.
 
         None if anything looks at all gradients first: clipping, a scaler, hooks of the user.
         """
@@ -497,7 +499,9 @@ class ShardedRun(ABC):
 
 
 def _step_writes(plan: Plan, inputs: RunInputs, store: ParameterStore) -> StepWrites | None:
-    """Return what looks at the writes of a run's eager steps; None if nothing is to."""
+    """Return the recorder of the parameters that a run's eager steps write to; None if copies are
+    not compared.
+    """
     job = inputs.job
     is_compared = bool(job.limits.check_replicas_every) and world_size() > 1
     if not plan.is_eager or not inputs.optimizers or not is_compared:

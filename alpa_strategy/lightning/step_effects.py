@@ -77,7 +77,11 @@ def append_to_lists(
     leaves: Sequence[Any],
     counters: Mapping[str, int],
 ) -> None:
-    """Append the step's values to the module's lists, as the user's step would."""
+    """Append the step's values to the module's lists, as the user's step would.
+
+    Args:
+        values, leaves, counters: as of `materialize_output`.
+    """
     if not step.appended:
         return
     detached = _detached(values)
@@ -95,7 +99,10 @@ def set_attributes(
     leaves: Sequence[Any],
     counters: Mapping[str, int],
 ) -> None:
-    """Set the attributes of modules that the user's step would set."""
+    """Set the attributes of modules that the user's step would set.
+
+    Args: as of `append_to_lists`.
+    """
     if not step.assigned:
         return
     detached = _detached(values)
@@ -105,7 +112,7 @@ def set_attributes(
 
 
 def _detached(values: Mapping[int, Tensor]) -> dict[int, Tensor]:
-    """Return the values without their gradients, which what a module keeps must not hold."""
+    """Return the values detached: attributes of a module must not keep the graph."""
     return {index: value.detach() for index, value in values.items()}
 
 
@@ -124,8 +131,12 @@ def without_writes(step: StepGraph, leaves: Sequence[Any]) -> Sequence[Any]:
 
 
 def write_batch(step: StepGraph, values: Mapping[int, Tensor], leaves: Sequence[Any]) -> None:
-    """Write into the leaves of the batch what the user's step would: hooks and the data set may
-    read it.
+    """Write into tensors of the batch, in place, the values that the user's step would write: hooks
+    and the data set may read them.
+
+    Args:
+        values: value index -> tensor.
+        leaves: of the batch.
     """
     for record in step.appended:
         if record.place.leaf is not None:
@@ -134,7 +145,14 @@ def write_batch(step: StepGraph, values: Mapping[int, Tensor], leaves: Sequence[
 
 
 def verify(step: StepGraph, values: Mapping[int, Tensor]) -> None:
-    """FailedCheckError when a check of the step's (`assert`, `if ...: raise`) does not pass."""
+    """Check that the step's checks (`assert`, `if ...: raise`) pass. On GPUs this waits for them.
+
+    Args:
+        values: value index -> tensor.
+
+    Raises:
+        FailedCheckError: one does not.
+    """
     for check in step.checks:
         if bool(values[check.value.index]) != check.expected:
             raise FailedCheckError(
@@ -145,7 +163,9 @@ def verify(step: StepGraph, values: Mapping[int, Tensor]) -> None:
 
 
 def _exception_of(check: Check) -> Exception | None:
-    """What the step raises where this check fails; None where it cannot be made of a text alone."""
+    """Return the exception that the user's step raises if this check fails; None if it is no
+    exception's name, or cannot be made of a text alone.
+    """
     module, _, name = check.raised.rpartition(".")
     kind = getattr(sys.modules.get(module), name, None)
     if not (isinstance(kind, type) and issubclass(kind, Exception)):
@@ -160,7 +180,12 @@ def _exception_of(check: Check) -> Exception | None:
 def write_buffers(
     module: nn.Module, buffers: Sequence[BufferInput], values: Mapping[int, Tensor]
 ) -> None:
-    """Store the step's new buffer values (BatchNorm statistics) in the module."""
+    """Copy the step's new buffer values (BatchNorm statistics) into the module's buffers.
+
+    Args:
+        buffers: of the step; those that it does not update are left alone.
+        values: value index -> tensor.
+    """
     if not buffers:
         return
     with torch.no_grad():
@@ -216,7 +241,7 @@ def update_metrics_and_log(
 
 
 def _sync_arguments(kwargs: Mapping[str, Any], replica: Replica | None) -> dict[str, Any]:
-    """What a `self.log` call is given besides the user's arguments `kwargs`.
+    """Return the arguments that a `self.log` call gets in addition to the user's `kwargs`.
 
     Values of all ranks' rows need no reduction, but where epochs' means are logged Lightning asks
     the user for `sync_dist=True`. A log of steps alone is spared its copies.
@@ -229,8 +254,12 @@ def _sync_arguments(kwargs: Mapping[str, Any], replica: Replica | None) -> dict[
 
 
 def _metric_value(metric: Any, ref: MetricRef, last: Any) -> Any:
-    """What a log call gave: the metric, or its value (`last`: what its last `forward` gave, None
-    after `compute`).
+    """Return the value of a log call: the metric itself, or its value.
+
+    Args:
+        metric: a Metric or a MetricCollection.
+        ref: which of both, and of which member.
+        last: value of its last `forward`; None: it is computed from the state.
     """
     if ref.kind == "metric":
         if ref.key is None:
@@ -261,7 +290,9 @@ class MetricStates:
         self._global: dict[int, tuple[Metric, bool, Any]] = {}
 
     def make_global(self, metric: nn.Module) -> None:
-        """Let the state stand for all ranks' rows, as a captured step updates it."""
+        """Mark the state of a metric, and of those inside it, as one of all ranks' samples, which a
+        captured step updates. Collective if the metric has been updated before.
+        """
         changed = [
             member
             for member in metric.modules()
@@ -294,8 +325,8 @@ class MetricStates:
 
 
 def _set_sync(metric: Metric, sync: bool) -> None:
-    """Whether the metric sums over ranks when it computes; `_to_sync` is what `compute` looks
-    at.
+    """Set whether the metric reduces its state over ranks when it computes; `compute` reads
+    `_to_sync`.
     """
     metric.sync_on_compute = metric._to_sync = sync
 
@@ -316,11 +347,12 @@ def _keep_synced(metric: Metric) -> None:
 
 
 def _keep_part(metric: Metric, num_ranks: int, rank: int) -> None:
-    """Forget what the ranks' sum would count again: sums stay on rank 0, rows that were kept are
-    dealt out in order.
+    """Divide a metric's state, which is equal on all ranks, so that torchmetrics' reduction of all
+    ranks' states gives it again.
 
-    Every rank has rows of one kind then, maybe none: torchmetrics cannot gather `[]`. Means and
-    extremes stay.
+    Sums stay on rank 0 alone, stored samples are dealt out to the ranks in order, means and
+    extremes stay. Every rank has a tensor of stored samples then, maybe an empty one: torchmetrics
+    cannot gather `[]`.
     """
     for name, reduction in metric._reductions.items():
         state, default = getattr(metric, name), metric._defaults[name]

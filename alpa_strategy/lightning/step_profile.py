@@ -87,7 +87,7 @@ class StepProfile:
             self._step.enter_context(self._ranges(f"step {number}", STEP))
 
     def end(self, run: "ShardedRun | None") -> None:
-        """Stop, and report what was recorded. Collective; does nothing if nothing was."""
+        """Stop recording, and report the profile, if any. Collective."""
         recorder = self._recorder
         if recorder is None:
             if self._num_batches <= self._first:
@@ -116,6 +116,7 @@ class StepProfile:
         self._wrapped.close()
 
     def _start(self, run: "ShardedRun") -> None:
+        """Start to record the steps of `run`; warn instead if another profiler is active."""
         recorder = Recorder()
         try:
             recorder.start()
@@ -133,7 +134,9 @@ class StepProfile:
     # What is wrapped, in addition to the runtime's functions.
 
     def _phases(self, instruments: Instruments) -> Iterator[Patch]:
-        """Yield the patches of the Trainer's calls."""
+        """Yield the patches that put ranges around the Trainer's calls: step, backward, optimizer
+        step, evaluation.
+        """
         strategy = self._strategy
         ranges = self._ranges
 
@@ -205,6 +208,9 @@ class StepProfile:
     # What is reported.
 
     def _report(self, run: "ShardedRun", slices: list[Any]) -> None:
+        """Gather the recorded slices of all ranks; the first rank writes the trace and prints the
+        table of measured steps. Collective.
+        """
         group = run.group
         rank = rank_in(None)
         stages = []

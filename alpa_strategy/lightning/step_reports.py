@@ -38,7 +38,9 @@ class StepReports:
         self._written: Plan | None = None
 
     def begin_batch(self, run: "ShardedRun | None") -> None:
-        """Count a training batch that begins, after the module is sharded."""
+        """Count a training batch that begins, after the module is sharded (None: it is not), for
+        the profile, the logger's report and the plan's page.
+        """
         if run is None:
             return
         if self._profile is not None:
@@ -66,7 +68,9 @@ class StepReports:
         self._write_pages(run)
 
     def _write_pages(self, run: "ShardedRun | None") -> None:
-        """Write all pages that are not written yet, on the first rank."""
+        """Write all pages that are not written yet, on the first rank: of measured steps, if there
+        is a run, and of plans.
+        """
         if run is not None:
             self._write_measured_page(run)
         if self._is_first_rank:
@@ -112,8 +116,11 @@ class StepReports:
 
 
 def _with_earlier_profile(measured: MeasuredSteps, path: Path, plan: Plan) -> MeasuredSteps:
-    """Return what a run has measured, with the profile that an earlier training has stored beside
+    """Return the measurements of a run, with the profile that an earlier training has stored beside
     the plan, if any. The profile keeps the prediction for its own run.
+
+    Args:
+        path: of the plan.
     """
     try:
         earlier = measured_of_file(path, plan)
@@ -129,7 +136,7 @@ def _with_earlier_profile(measured: MeasuredSteps, path: Path, plan: Plan) -> Me
 
 
 def _profile_of(strategy: Any) -> "StepProfile | None":
-    """Return the profile that the user wants, if any."""
+    """Return the profile that the option `profile_steps` requires; None without it."""
     steps = strategy.limits.profile_steps
     if steps is None:
         return None

@@ -37,7 +37,7 @@ _REPLACED = -1
 
 
 class _Alias(NamedTuple):
-    """What the step's code got from `parameter.data`, or assigned to it."""
+    """A tensor that the step's code got from `parameter.data`, or assigned to it."""
 
     # Has its version, and none of its memory.
     counter: Tensor
@@ -55,7 +55,7 @@ class _Alias(NamedTuple):
 
 
 class StepWrites:
-    """What the steps of this rank have written to parameters. Nothing communicates here.
+    """Records which parameters the steps of this rank write to. Nothing communicates here.
 
     Args:
         store: of the parameters.
@@ -93,7 +93,9 @@ class StepWrites:
 
     @contextmanager
     def in_step(self) -> Iterator[None]:
-        """Context of the user's step: what it writes is seen, but for what optimizers write."""
+        """Context of the user's step, in which its writes to parameters are recorded, but not those
+        of optimizers.
+        """
         if self._watches_data and not self._is_installed:
             # Once, not in each step: attributes of a class that changes often are not cached.
             attribute = property(self._read_data, self._replace_data)
@@ -120,7 +122,7 @@ class StepWrites:
         self._is_installed = False
 
     def _pause(self, *_: Any) -> None:
-        """Ignore what is written until `_resume`: an optimizer steps."""
+        """Ignore writes until `_resume`: an optimizer steps."""
         if self._num_stepping == 0:
             self._look_at_all()
         self._num_stepping += 1
@@ -172,6 +174,9 @@ class StepWrites:
     # `Tensor.data`
 
     def _read_data(self, tensor: Tensor) -> Tensor:
+        """Return `tensor.data`, and record the user's line if it is a watched parameter's: writes
+        to the alias do not raise the parameter's version.
+        """
         alias: Tensor = _DATA.__get__(tensor)
         parameter = self._by_id.get(id(tensor)) if self._is_active else None
         if parameter is not None and type(alias) is Tensor and not alias.is_inference():

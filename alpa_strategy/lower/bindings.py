@@ -49,7 +49,8 @@ def python_function(call: OpCall) -> Callable[..., Any]:
 
 
 def _kinds(call: OpCall) -> Iterator[Any]:
-    """Yield what PyTorch chooses an overload by: names and types of arguments, nested ones too.
+    """Yield the names and types of a call's arguments, nested ones too, by which PyTorch chooses an
+    overload.
 
     A tensor without dims may stand for a number.
     """
@@ -61,7 +62,9 @@ def _kinds(call: OpCall) -> Iterator[Any]:
 
 
 def _same_function(call: OpCall, name: str) -> Callable[..., Any] | None:
-    """Return a generated function that does what the op does, or None."""
+    """Return PyTorch's generated function `name` (as in `torch._C._nn`) if it runs the same op as
+    the call, else None.
+    """
     expected = _effect(call, call.target)
     if expected is None:
         return None
@@ -136,6 +139,7 @@ class _OpRecorder(TorchDispatchMode):
         return described_leaves, structure
 
     def _describe(self, leaf: Any) -> tuple[Any, ...]:
+        """Return a description of an argument that is equal for the same tensor or number."""
         if not isinstance(leaf, Tensor):
             # As `True == 1`, the type too.
             return type(leaf), leaf

@@ -68,9 +68,10 @@ def lower_stage(
     random: ShardedRandom,
     compiler: Compiler | None = None,
 ) -> LoweredStage:
-    """Write the programs of a stage of the micro-batched `step`.
+    """Write the programs of a stage of the micro-batched `step`: those that run once per step, and
+    one per recompute segment. Args: as of `lower`.
 
-    Programs that run once per step are not compiled. For the arguments see `lower`.
+    Programs that run once per step are not compiled.
     """
     graphs = stage_graphs(step, stage, execution_of(stage).per_step_ops)
     per_step_programs: list[LoweredStep] = []

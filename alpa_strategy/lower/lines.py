@@ -74,7 +74,12 @@ def unpacked(source: str, values: Mapping[int, int | str]) -> list[Line]:
 
 
 def before_first_use(definitions: Sequence[Line], lines: Sequence[Line]) -> list[Line]:
-    """Insert each definition before the first line that reads it; drop those that none reads."""
+    """Return `lines` with each definition before the first line that reads it; those that none
+    reads are dropped.
+
+    Args:
+        definitions: lines that define one variable each.
+    """
     waiting = {line.defines[0]: line for line in definitions}
     result = []
     for line in lines:
@@ -143,7 +148,7 @@ def launch_early(lines: Sequence[Line], prefetched_bytes: int = 0) -> list[Line]
 
 
 def _waiting(line: Line) -> Line:
-    """The line that waits for a resharding which another line has launched."""
+    """Return the line that waits for the resharding of `line`, which another line has launched."""
     (variable,) = line.reads
     coming = f"coming_{line.defines[0]}"
     code = line.code.replace(f"({variable})", f"({variable}, {coming})")

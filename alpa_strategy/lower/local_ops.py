@@ -52,7 +52,7 @@ def build_local_op(
 def _per_rank(
     call: OpCall, strategies: tuple[AxisStrategy, ...], local: LocalCall, mesh: MeshComm
 ) -> LocalOp:
-    """The implementation of a rank's op, for one rank after the other."""
+    """Return the implementation of a `PerRank` op: its inner op, for one rank after the other."""
     target: PerRank = call.target
     of_rank: PerRank = local.call.target
     inner_strategies = tuple(inner_strategy(target, strategy) for strategy in strategies)
@@ -68,7 +68,7 @@ def _per_rank(
 def _slices(
     call: OpCall, strategies: tuple[AxisStrategy, ...], operand: int, mesh: MeshComm
 ) -> tuple[tuple[int, int], ...]:
-    """(start, stop) per dim of this device's shard of an operand."""
+    """Return (start, stop) per dim of this device's shard of operand number `operand`."""
     layout = value_layout(tuple(strategy.inputs[operand] for strategy in strategies))
     return layout.slices(call.operands[operand].shape, mesh.shape, mesh.coordinate)
 
@@ -76,7 +76,9 @@ def _slices(
 def _fraction(
     call: OpCall, strategies: tuple[AxisStrategy, ...], local: LocalCall, mesh: MeshComm
 ) -> LocalOp:
-    """A mean of a shard, weighted by the shard's share of the elements."""
+    """Return the implementation of a mean over a sharded dim: the shard's mean, weighted by the
+    shard's share of the elements. Args: as of `build_local_op`.
+    """
     # (operand, dim) that is sharded -> this device's share of its size
     shares: dict[tuple[int, int], float] = {}
     for axis in local.axes:
@@ -101,8 +103,11 @@ def _fraction(
 def _added_on_first(
     call: OpCall, strategies: tuple[AxisStrategy, ...], local: LocalCall, mesh: MeshComm
 ) -> LocalOp:
-    """Results that are summed, to which one operand must be added once: the bias of a row-parallel
-    linear, the first operand of addmm.
+    """Return the implementation of an op whose results are summed over devices, and to which one
+    operand must be added once: the bias of a row-parallel linear, the first operand of addmm.
+    Args: as of `build_local_op`.
+
+    The first device of the axes adds the operand, all others zeros.
     """
     added = added_operand(call)
     counts = all(mesh.coordinate[axis] == 0 for axis in local.axes)
@@ -124,7 +129,7 @@ def _added_on_first(
 def _of_vocabulary(
     run: Callable[..., Tensor], communicates: bool = False
 ) -> Callable[..., LocalOp]:
-    """A builder for `run(first, size, *arguments of the op)`.
+    """Return a builder for `run(first, size, *arguments of the op)`.
 
     `first` is the start of this device's chunk of the sharded dim, `size` the dim's full size.
 
@@ -151,7 +156,9 @@ def _of_vocabulary(
 def _groups_of_rows(
     call: OpCall, strategies: tuple[AxisStrategy, ...], local: LocalCall, mesh: MeshComm
 ) -> LocalOp:
-    """Shards of rows and of groups (experts): the offsets, which are full, are clamped to them."""
+    """Return the implementation of a grouped matmul on shards of rows and of groups (experts): the
+    offsets, which are full, are clamped to the shard. Args: as of `build_local_op`.
+    """
     (first_row, last_row), _ = _slices(call, strategies, 0, mesh)
     (first_group, last_group), *_ = _slices(call, strategies, 1, mesh)
 
@@ -167,7 +174,12 @@ def _groups_of_rows(
 def _ring_attention(
     call: OpCall, strategies: tuple[AxisStrategy, ...], local: LocalCall, mesh: MeshComm
 ) -> LocalOp:
-    """Attention with the sequence sharded over one axis (see `op_strategies`)."""
+    """Return the implementation of attention with the sequence sharded over one axis: keys and
+    values go around it. Args: as of `build_local_op`.
+
+    Raises:
+        ShardingError: the sequence is sharded over several axes.
+    """
     if len(local.axes) > 1:
         raise ShardingError(
             "keys and values can go around one mesh axis only", "cut the sequence along one of them"
@@ -335,7 +347,13 @@ class _SharedStatistics(torch.autograd.Function):
 
 
 def _combined(part: Tensor, comms: Sequence[AxisComm]) -> Tensor:
-    """All devices' statistics [2 C + 1] from this one's, by one all-gather per axis."""
+    """Return all devices' statistics from this one's, by one all-gather per axis.
+
+    Args:
+        part: this device's means [C], sums of squared deviations [C] and number of elements [1] per
+            channel, joined to [2 C + 1].
+        comms: the axes over which the samples are sharded.
+    """
     channels = len(part) // 2
     for comm in comms:
         # [devices, 2 C + 1]
@@ -372,7 +390,14 @@ def _normalised(
     momentum: float,
     eps: float,
 ) -> tuple[Tensor, ...]:
-    """The results of `batch_norm_sync` from all devices' statistics, and `_Statistics`' carrier."""
+    """Return the results of `batch_norm_sync`: the normalised input, and the new running mean and
+    variance if there are any.
+
+    Args:
+        statistics: of all devices, [2 C + 1] as of `_combined`.
+        carrier: of `_Statistics`.
+        x: [samples, C, ...]; the others as of `torch.nn.functional.batch_norm`.
+    """
     channels = x.shape[1]
     mean, square, total = statistics.split([channels, channels, 1])
     scale = (square / total + eps).rsqrt()
@@ -473,16 +498,27 @@ def vocab_bags(
 
 
 class VocabCrossEntropy(torch.autograd.Function):
-    """`capture.ops.cross_entropy_sum` on logits that hold this device's classes only, from `first`.
+    """`capture.ops.cross_entropy_sum` on logits of this device's classes only.
 
-    Row loss = A log(sum_c exp z_c) - sum_c a_c z_c, where a_c = weight_c ((1 - s) target_c + s /
-    C), A = sum_c a_c. z is shifted by the row's maximum over all devices. Gradient: A softmax_c -
-    a_c, ready at the end of the forward.
+    Loss of a sample = A log(sum_c exp z_c) - sum_c a_c z_c, where a_c = weight_c ((1 - s) target_c
+    + s / C), A = sum_c a_c. z is shifted by the sample's maximum over all devices. Gradient:
+    A softmax_c - a_c, ready at the end of the forward. Half-precision logits are computed in fp32.
 
-    logits [N, c], [N, c, d1, ...] or [c]; target indices [N, d1, ...] and weight, both of the whole
-    class range.
-    `comms`: the axes that shard the classes. Gives the summed loss, equal on all of their devices;
-    half-precision logits are computed in fp32. IndexError when a target is not a class.
+    Arguments of `forward`:
+        first: index of this device's first class.
+        num_classes: of all devices.
+        comms: the axes that shard the classes.
+        logits: [samples, local classes], [samples, local classes, *d] or [local classes].
+        target: class indices among all classes, [samples, *d].
+        weight: of all classes, [num_classes]; None: all are 1.
+        ignore_index, smoothing: as of `torch.nn.functional.cross_entropy`.
+        summed_in: dtype of the result; None: that of the logits.
+
+    Returns:
+        The loss summed over the samples, equal on all devices of `comms`.
+
+    Raises:
+        IndexError: a target is not a class.
     """
 
     @staticmethod
@@ -498,16 +534,15 @@ class VocabCrossEntropy(torch.autograd.Function):
         smoothing: float,
         summed_in: torch.dtype | None = None,
     ) -> Tensor:
+        # Dim of the classes.
         dim = min(1, logits.dim() - 1)
-        here, dtype = logits.shape[dim], torch.promote_types(logits.dtype, torch.float32)
+        here = logits.shape[dim]
+        dtype = torch.promote_types(logits.dtype, torch.float32)
         is_counted = target != ignore_index
         _check_ids(~is_counted | (target >= 0) & (target < num_classes), "cross entropy target")
-        # Logits are [N, c, d1, ...], c classes of this device; targets, and what is exchanged, [N,
-        # 1, d1, ...].
-        is_counted, target = (
-            is_counted.unsqueeze(dim),
-            torch.where(is_counted, target, 0).unsqueeze(dim),
-        )
+        # [samples, 1, *d], as all that is exchanged.
+        target = torch.where(is_counted, target, 0).unsqueeze(dim)
+        is_counted = is_counted.unsqueeze(dim)
         weight = logits.new_ones(num_classes, dtype=dtype) if weight is None else weight.to(dtype)
         amount = (1.0 - smoothing) * weight[target] * is_counted
         # A

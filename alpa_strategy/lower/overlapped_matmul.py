@@ -33,7 +33,14 @@ class MatmulSpec:
     num_chunks: int = 1
 
     def result(self, rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Compute the result, [*batch, n] or [*batch, segments, n]; summed if `summed` is set."""
+        """Return the result, [*batch, n] or [*batch, segments, n]; summed over devices, in chunks,
+        if `summed` is set.
+
+        Args:
+            rows: the input, [*batch, k].
+            weight: [n, k] or [segments, n, k].
+            bias: [n] or [segments, n].
+        """
         matrix = self._matrix(weight)
         flat_bias = None
         if bias is not None and self.adds_bias:
@@ -110,6 +117,11 @@ class OverlappedMatmul(torch.autograd.Function):
     # Programs that may be differentiated twice have no such node, see `lower`.
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradients of the arguments of `forward`.
+
+        Args:
+            grads: of each matmul's result.
+        """
         specs: Sequence[MatmulSpec] = ctx.products
         rows, *operands = ctx.saved_tensors
         weights = operands[::2]

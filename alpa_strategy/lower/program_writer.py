@@ -254,7 +254,13 @@ class ProgramWriter:
     def _call_at_counters(
         self, op: Op, local: LocalCall, strategies: tuple[AxisStrategy, ...]
     ) -> Callable[..., Any]:
-        """A function of counters and operands; the op's arguments depend on the counters."""
+        """Return a function of (counters by name, operands) that runs the op on shards; for an op
+        whose arguments depend on the counters.
+
+        Args:
+            local: the op's call on this device's shards in the captured step.
+            strategies: of the op, per mesh axis.
+        """
         mesh = self.mesh
 
         def run(counters: Mapping[str, int], *operands: Tensor) -> Any:
@@ -275,7 +281,12 @@ class ProgramWriter:
         return f"{function}({', '.join(arguments)})"
 
     def argument(self, op: Op, arg: Any, operands: list[str]) -> str:
-        """Write an argument as source text; what has no literal form is bound to a name."""
+        """Return an argument of an op as source text; a value that has no literal form is bound to
+        a name in the program's namespace.
+
+        Args:
+            operands: variables of the op's operands.
+        """
         if isinstance(arg, Slot):
             return operands[arg.index]
         if isinstance(arg, tuple):
@@ -297,6 +308,11 @@ class ProgramWriter:
 
         Kernels are faster with them, and values computed from them keep the memory format, as
         segments keep eager PyTorch's strides.
+
+        Args:
+            op: the convolution.
+            local: its call on this device's shards.
+            image: variable of the images.
 
         Returns:
             The variable of the result.
@@ -396,7 +412,9 @@ class ProgramWriter:
         )
 
     def _weight_and_bias(self, op: Op, product: Product) -> Iterator[str]:
-        """Variables of a matmul's weight and bias; `None` for a bias that it does not have."""
+        """Yield the variables of a matmul's weight and bias, in the layouts that it takes; the text
+        `None` for a bias that it does not have.
+        """
         for position in (product.weight, product.bias):
             if position is None:
                 yield "None"
@@ -451,7 +469,8 @@ class ProgramWriter:
         return self.copies[key]
 
     def _write_resharding(self, value: int, source: DualLayout, target: DualLayout) -> str:
-        """Write the line of a resharding, unless it does nothing.
+        """Write the line of a value's resharding from one layout to another, unless it does
+        nothing.
 
         Returns:
             The variable of its result.
@@ -547,7 +566,7 @@ class ProgramWriter:
 
 
 def execution_of(stage: StagePlan) -> Execution:
-    """Return what planning has decided on a stage's programs.
+    """Return the planner's decisions on a stage's programs.
 
     Raises:
         PlanError: the plan file is of a version that did not have it.

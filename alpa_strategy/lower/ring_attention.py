@@ -110,8 +110,12 @@ def _cut(tensor: Tensor, rows: slice) -> Tensor:
 
 
 def _around(comm: AxisComm, flat: Tensor) -> Iterator[tuple[int, Tensor]]:
-    """Yield (source device, its keys and values), step by step; the next ones are received
-    meanwhile.
+    """Yield (source device, its keys and values), step by step, this device's first; the next ones
+    are received meanwhile.
+
+    Args:
+        comm: the axis around which they go.
+        flat: this device's keys and values, as of `_flat`.
     """
     for step in range(comm.size):
         # The last ones have been on every device.
@@ -130,6 +134,11 @@ def _visible(
 
     Of 2 n halves a device has the i-th and the i-th from the end: of an earlier device it sees the
     first half, with all its rows; of a later one it sees both halves, with its second half's rows.
+
+    Args:
+        device, source: indices on the axis.
+        causal: whether rows attend to earlier columns only.
+        query, key: of `device`, [batch, heads, rows, width].
     """
     everything = slice(None)
     if not causal or source == device:
@@ -204,7 +213,13 @@ def _zigzag(comm: AxisComm, tensors: Tensors, back: bool = False) -> Tensors:
 
 def _attend(query: Tensor, pair: Tensors, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
     """Return (output, log of the sum of exponentials) of attention to one block of keys and
-    values.
+    values: [batch, heads, rows, width] and [batch, heads, rows].
+
+    Args:
+        query: [batch, heads, rows, width].
+        pair: key and value, [batch, key heads, columns, width].
+        causal: whether the block is the diagonal.
+        scale: of the scores.
     """
     key, value = (_as_heads(x, query) for x in pair)
     if query.device.type == "cpu":
@@ -223,11 +238,12 @@ def _attend(query: Tensor, pair: Tensors, causal: bool, scale: float) -> tuple[T
 def _attend_backward(
     grad: Tensor, query: Tensor, pair: Tensors, merged: Tensors, causal: bool, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of query, key and value.
+    """Return the gradients of query, key and value of `_attend`.
 
     Args:
-        pair: key and value.
+        grad: of the result over all columns.
         merged: result and log-sum-exp over all columns.
+        query, pair, causal, scale: as of `_attend`.
     """
     groups, (out, lse) = pair[0].shape[1], merged
     key, value = (_as_heads(x, query) for x in pair)

@@ -97,7 +97,13 @@ class Compiler:
         read_later: Collection[str],
         namespace: MutableMapping[str, Any],
     ) -> Line:
-        """The line that calls the segment which stands for `lines`."""
+        """Return the line that calls the compiled segment of `lines`. Equal segments are one.
+
+        Args:
+            read_later: variables that lines after the segment read; it returns those that it
+                defines.
+            namespace: of the program; gets the segment.
+        """
         results = tuple(name for line in lines for name in line.defines if name in read_later)
         defined = {name for line in lines for name in line.defines}
         returned = Line(f"return ({''.join(f'{name}, ' for name in results)})", (), results)
@@ -301,13 +307,15 @@ def _layer_of(module: str, sizes: Mapping[str, int]) -> str:
 
 
 def _numbered(module: str) -> list[str]:
-    """The module and those around it that are one of a row (`blocks.3`), the innermost first."""
+    """Return the names of those modules, of a module and all around it, that are an item of a list
+    (`blocks.3`), the innermost first.
+    """
     parts = module.split(".")
     return [".".join(parts[: i + 1]) for i in reversed(range(len(parts))) if parts[i].isdigit()]
 
 
 def _pieces(lines: Sequence[Line]) -> Iterator[list[Line]]:
-    """Runs of ops that can be compiled, and of lines that cannot."""
+    """Yield runs of lines that can be compiled, of at most `MOST_OPS`, and runs that cannot."""
     for can, run in groupby(lines, key=lambda line: line.call is not None):
         piece = list(run)
         step = MOST_OPS if can else len(piece)

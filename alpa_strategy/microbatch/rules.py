@@ -37,7 +37,7 @@ ANY = 0
 
 @dataclass(frozen=True)
 class MicrobatchPlacement:
-    """What a micro-batch has of a value.
+    """The part of a value that a micro-batch has.
 
     Kinds:
 
@@ -187,7 +187,7 @@ def view_strategies(
 def _views_per_rank(
     target: PerRank, states: tuple[MicrobatchPlacement, ...], num_parts: int
 ) -> tuple[TimeStrategy, ...]:
-    """Return `view_strategies` of an op that runs for each rank."""
+    """Return `view_strategies` of an op that runs for each rank, along a leading dim of ranks."""
     inner_states = []
     for state, is_mapped in zip(states, target.mapped, strict=True):
         is_moved = is_mapped and state.has_sample_dim
@@ -512,6 +512,11 @@ def _viewed(
 
     Both shapes are [before, n, after]: n are the samples, `before` is everything in front of them,
     dims and segments.
+
+    Args:
+        source, target: shapes before and after the view.
+        state: placement of the operand, of kind `rows`.
+        num_parts: number of micro-batches.
     """
     # Runs of samples, in order of memory.
     before = math.prod(source[: state.dim]) * state.segments

@@ -188,7 +188,11 @@ class PlacementWalk:
         return True
 
     def visit(self, index: int) -> None:
-        """Choose the strategy of one op, or move it out of the micro graph."""
+        """Choose the strategy of op number `index`, or move it to the prologue or the epilogue.
+
+        Raises:
+            PlanError: it has no exact strategy, and the loss depends on it.
+        """
         op = self.step.ops[index]
         if self._made_by(self.late, op):
             self.postpone(index)

@@ -138,7 +138,8 @@ def _split_sizes(step: StepGraph) -> set[int]:
 
 
 def notes_of_split(step: StepGraph, graph: StepGraph) -> tuple[str, ...]:
-    """Return what makes micro-batches inexact; empty if they are exactly the full batch.
+    """Return notes on ops that make micro-batches inexact; none if they compute exactly what the
+    full batch does.
 
     Args:
         step: that was split.
@@ -343,9 +344,13 @@ class _Writer:
         return len(self.values) - 1
 
     def _number_given(self, uses: list[Use], computed: set[int]) -> dict[Use, int]:
-        """Return the numbers of the values that the prologue passes in.
+        """Return the numbers, in the micro graph, of the values that the prologue passes in.
 
         A value keeps its number in the step, unless the micro graph computes it as well.
+
+        Args:
+            uses: how these values are read.
+            computed: values that the micro graph computes.
         """
         taken = set(computed)
         for use in uses:
@@ -357,7 +362,7 @@ class _Writer:
         return {use: self.number[use] for use in uses}
 
     def _local(self, value: int, state: MicrobatchPlacement) -> TensorMeta:
-        """Return the metadata of `value` on one micro-batch."""
+        """Return the metadata of `value` on one micro-batch, in the placement `state`."""
         meta = self.step.values[value]
         if state.kind != "rows":
             return meta
@@ -387,7 +392,11 @@ class _Writer:
     # Ops of the micro graph
 
     def _add_share(self, value: int, result: int, source: Op | None) -> None:
-        """Add the op result = value / M."""
+        """Add the op result = value / M, for M micro-batches, to the micro graph.
+
+        Args:
+            source: the op whose module and line it gets.
+        """
         call = OpCall(
             torch.ops.aten.mul.Tensor,
             (Slot(0), 1.0 / self.num_microbatches),
@@ -402,7 +411,10 @@ class _Writer:
         self.ops.append(op)
 
     def _op(self, index: int) -> None:
-        """Add an op of the step, on one micro-batch."""
+        """Add op number `index` of the step, on one micro-batch, to the micro graph.
+
+        If its results are means over the micro-batch, 1/M of them are added as well.
+        """
         op = self.step.ops[index]
         chosen = self.states.chosen[index]
         operands = tuple(self._number(use, op) for use in chosen.uses)
@@ -422,7 +434,13 @@ class _Writer:
     # Graphs
 
     def _micro_graph(self, received: dict[Use, int], leaving: list[int], loss: int) -> StepGraph:
-        """Return the graph of `self.ops`."""
+        """Return the micro graph of `self.ops`.
+
+        Args:
+            received: how a value is read that the prologue passes in -> its number.
+            leaving: values that leave the graph for the epilogue or the step's results.
+            loss: value of the loss.
+        """
         read = {value for op in self.ops for value in op.operands}
         read.update(self.step.escaping)
         computed = {value for op in self.ops for value in op.results} | self.inputs

@@ -16,7 +16,7 @@ from alpa_strategy.page.numbers import short_number
 
 
 def measured_model(plan: Plan, measured: MeasuredSteps | None) -> dict[str, Any] | None:
-    """Return what a run has measured; None if there is nothing.
+    """Return the measurements of a run as JSON data; None if there are none.
 
     `parts` are [part, measured seconds, predicted seconds or None]. The timeline has the form of
     the predicted one (`page/model.py`).
@@ -47,6 +47,9 @@ def measured_model(plan: Plan, measured: MeasuredSteps | None) -> dict[str, Any]
 
 
 def _timeline(profiled: ProfiledSteps, plan: Plan) -> dict[str, Any]:
+    """Return the profiled step over time as JSON data, with a lane per rank. Fields as of
+    `model._timeline`.
+    """
     actions = []
     ends = []
     busy_seconds = []

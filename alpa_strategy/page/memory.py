@@ -25,7 +25,7 @@ def memory_of_devices(plan: Plan) -> list[dict[str, Any]]:
 
 
 def parts_within(stage: StagePlan, memory: StageMemory) -> dict[str, list[list[Any]]]:
-    """Return what is in the parts of a stage's memory, as part -> [[text, bytes]].
+    """Return the items of which the parts of a stage's memory are made: part -> [[text, bytes]].
 
     The bytes of a part's items sum to the part. Parts of a single item are left out.
     """
@@ -44,7 +44,12 @@ def parts_within(stage: StagePlan, memory: StageMemory) -> dict[str, list[list[A
 
 
 def _items(parts: Mapping[str, int], memory: StageMemory) -> dict[str, dict[str, int]]:
-    """Return what is known of the bytes in each part, by what they are."""
+    """Return part -> (text of a kind of bytes -> number of bytes), as far as they are known.
+
+    Args:
+        parts: bytes of each part at the peak.
+        memory: details of the stage.
+    """
     # The gathered bytes are those of copies and of their gradients.
     gradients = max(0, parts.get("gradients", 0) - memory.gradients)
     copies = max(0, memory.gathered - gradients)

@@ -101,7 +101,7 @@ def page_model(
 
 
 def _stages(plan: Plan, details: PlanDetails | None) -> list[dict[str, Any]]:
-    """Return the data of all stages."""
+    """Return the JSON data of all stages, with ops and parameters if there are details."""
     stages = []
     for index, stage in enumerate(plan.stages):
         of_stage = details.stages[index] if details is not None else None
@@ -130,7 +130,9 @@ def _slowest(plan: Plan, details: PlanDetails | None) -> list[list[Any]]:
 
 
 def _explanations(details: PlanDetails | None) -> dict[str, Any]:
-    """Return the answers that are stored, by name of the parameter or op."""
+    """Return name of a parameter or op -> the stored answer of `alpa why` as JSON data; none
+    without details.
+    """
     answers: dict[str, Any] = {}
     for answer in details.explanations if details is not None else ():
         choices = []
@@ -345,7 +347,7 @@ def _collective(collective: Collective) -> list[Any]:
 
 
 def _timeline(plan: Plan) -> dict[str, Any] | None:
-    """Return the step over time.
+    """Return the predicted step over time as JSON data; None if its schedule cannot be drawn.
 
     Actions are [kind, stage, micro-batch, mesh, start, seconds], messages [source stage, target
     stage, micro-batch, start, seconds].

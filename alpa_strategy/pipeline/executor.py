@@ -229,7 +229,13 @@ class Pipeline:
         return values, gradients
 
     def _start_step(self, batch: Sequence[Tensor], received: Values, loss_scale: float) -> None:
-        """Send the batch's samples to the stages."""
+        """Send the batch's samples to the stages, and start the step of this rank's workers.
+
+        Args:
+            batch: tensors that this rank has loaded.
+            received: values that the prologue passes in.
+            loss_scale: gradients are those of the loss times this.
+        """
         # Every step has tags of its own, apart from those of a step that has failed.
         num_tags = max(1, 2 * len(self.channels) * self.spec.micro.num_microbatches)
         num_available = LAST_TAG - FIRST_CHANNEL_TAG - num_tags

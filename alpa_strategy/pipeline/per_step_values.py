@@ -97,7 +97,12 @@ class PerStepValues:
     def _computed(
         self, program: LoweredStep, parameters: Mapping[str, Tensor], buffers: Mapping[str, Any]
     ) -> _Made:
-        """Run one program on detached parameters."""
+        """Run one program on detached parameters, and return these and its results.
+
+        Args:
+            parameters: of the step, by name.
+            buffers: of the step, by name.
+        """
         leaves: dict[str, Tensor] = {}
         for name in program.parameter_names:
             parameter = parameters[name]
@@ -120,6 +125,11 @@ class _Derived(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, computed: _Made, *trained: Tensor) -> tuple[Tensor, ...]:
+        """Return the results of a program that has run.
+
+        Args:
+            trained: its parameters that need a gradient, which autograd connects to the results.
+        """
         ctx.computed = computed
         ctx.is_made_of_parameters = True
         ctx.set_materialize_grads(False)
@@ -132,6 +142,7 @@ class _Derived(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        """Return the gradients of `trained`. The program's graph stays for later micro-batches."""
         results = ctx.computed.results.values()
         leaves = [leaf for leaf in ctx.computed.leaves.values() if leaf.requires_grad]
         values: list[Tensor] = []

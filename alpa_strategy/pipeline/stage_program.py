@@ -209,7 +209,15 @@ class StageRun:
         return graph
 
     def _run(self, span: Span, inputs: StageInputs) -> tuple[Values, Values, _Graph]:
-        """Run a segment, and return its escaping values, the sent ones, and the graph."""
+        """Run the forward of a segment with autograd.
+
+        Args:
+            inputs: of the stage, with the values that the segment reads.
+
+        Returns:
+            (values that leave the stage for the step's results, values for other stages, the graph
+            for the backward).
+        """
         read = {value: inputs.received[value] for value in span.reads}
         leaves: Values = {}
         for value, tensor in read.items():

@@ -129,7 +129,7 @@ class StageWorker:
     Args:
         index: of the stage.
         spec: of the stage.
-        own: its program, parameters and mesh; its buffers are updated in place.
+        local_stage: its program, parameters and mesh; its buffers are updated in place.
     """
 
     def __init__(self, index: int, spec: StageSpec, local_stage: LocalStage) -> None:
@@ -197,7 +197,9 @@ class StageWorker:
             end.post(action.microbatch)
 
     def forward(self, microbatch: int) -> None:
-        """Receive a micro-batch's values, run the forward, and send its results."""
+        """Receive the values of micro-batch number `microbatch`, run the forward, send its results
+        and update the buffers. Results for the step are in `self.escaped` then.
+        """
         received = dict(self._given[microbatch])
         for end in self._incoming:
             received |= zip(end.values, end.take(microbatch), strict=True)

@@ -55,7 +55,7 @@ Leaves = Sequence[Any]
 
 @dataclass(frozen=True)
 class StepProgram:
-    """What runs a captured step."""
+    """A function that runs a captured step, and its buffers."""
 
     # (leaves of the batch, values of the counters) -> values that leave the step, by number: those
     # of this rank's step. The loss can be differentiated.
@@ -200,7 +200,14 @@ class PlanRuntime:
         leaves: Leaves,
         counters: Mapping[str, int],
     ) -> Values:
-        """Run a step by a `Pipeline`, with its prologue and epilogue."""
+        """Run a step by a `Pipeline`, with prologue and epilogue, and return this rank's values.
+
+        Args:
+            step: the step of the full batch.
+            micro: the same, split into micro-batches.
+            leaves: of the batch that this rank has loaded.
+            counters: by name.
+        """
         buffers = step_buffers(self.module, step, counters)
 
         # A pipeline updates its buffers itself, micro-batch by micro-batch: it gets copies.
@@ -351,6 +358,14 @@ class _PassGradient(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, scale: Tensor) -> tuple[None, None, None, None]:
+        """Add the pipeline's gradients to `parameter.grad`.
+
+        Args:
+            scale: gradient of the loss; that with which the pipeline ran is divided out.
+
+        Raises:
+            RuntimeMismatchError: it runs for the second time.
+        """
         if ctx.gradients is None:
             raise RuntimeMismatchError(
                 "backward ran twice through one pipelined step, whose gradients were passed to the"

@@ -242,6 +242,11 @@ def _placed_stages(
 ) -> list[StagePlan]:
     """Return the stages' plans with their devices, the names of their layers and the seconds of
     their messages.
+
+    Args:
+        solved: the stages in order.
+        first_devices: of each, in the cluster's order of devices.
+        wires: seconds of its messages to the next stage, for one micro-batch, both ways.
     """
     stages = []
     for stage, first_device, wire in zip(solved, first_devices, wires, strict=True):
@@ -274,7 +279,7 @@ def _simulated_step(
     wires: Sequence[float],
 ) -> float:
     """Return the simulated seconds of a step of all micro-batches, the runtime's own time for each
-    of them included.
+    of them included. Args: as of `_placed_stages`.
     """
     pipeline = [
         (stage.forward_seconds, stage.backward_seconds, solution.cost.once, wire)
@@ -288,7 +293,11 @@ def _simulated_step(
 def _notes(
     stages: Sequence[StagePlan], solved: Sequence[SolvedStage], gap: float
 ) -> tuple[str, ...]:
-    """Return notes on layouts that may not be optimal, and on the order of the devices."""
+    """Return notes on layouts that may not be optimal, and on the order of the devices.
+
+    Args:
+        gap: the largest relative gap of the solved stages; 0: all are proved optimal.
+    """
     notes = []
     if gap > 0:
         method = next(stage.method for stage in solved if stage.gap == gap)

@@ -21,7 +21,7 @@ def tune_batch(plan_at: Callable[[int], Plan], start: int) -> dict[int, Plan | P
     results: dict[int, Plan | PlanError] = {}
 
     def samples_per_second(batch_size: int) -> float:
-        """0 if there is no plan."""
+        """Return the predicted samples/s with the plan of one batch size; 0 if there is none."""
         if batch_size not in results:
             try:
                 results[batch_size] = plan_at(batch_size)

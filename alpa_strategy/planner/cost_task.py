@@ -14,7 +14,7 @@ def stage_cost_task(
     num_microbatches: int,
     **fields: Any,
 ) -> StageCostTask:
-    """Return what runs of `graph` are priced for, by the costs and options of `task`.
+    """Return the task of pricing runs of layers of `graph`, with the costs and options of `task`.
 
     Args:
         graph: the step, or one of its micro-batches.

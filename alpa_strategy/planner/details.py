@@ -333,7 +333,12 @@ class _StageDetails:
             )
 
     def _forward_seconds(self, index: int, choice: int) -> float:
-        """Return the seconds of an op's forward, without its collectives."""
+        """Return the seconds of an op's forward, without its collectives.
+
+        Args:
+            index: of the op in the stage.
+            choice: index of its strategy.
+        """
         options = self._intra.ops[index]
         forward = float(options.forward_seconds[choice])
         for message in self._messages_of_op[index]:

@@ -160,7 +160,9 @@ def _figures(precision: str, limit: float) -> TaskFigures:
 
 
 def _storage_kinds(options: PlanOptions, optimizers: Sequence[OptimizerInfo]) -> tuple[str, ...]:
-    """Return the kinds of storage to try, in order of the memory that they need."""
+    """Return the kinds of storage to try (`data`, `zero2`, ...), the one that needs most memory
+    first. Shards are tried only if all optimizers may step them.
+    """
     if options.completes:
         return ("data",)
     if options.parallel != "auto":
@@ -222,8 +224,11 @@ def _full_mode(meta: TensorMeta) -> str:
 
 
 def _storage_mode(meta: TensorMeta, kind: str, num_devices: int) -> str:
-    """Return the mode under ZeRO: sharded along the first dim with at least one element a device,
-    full if there is none.
+    """Return the mode of a parameter under ZeRO: sharded along the first dim with at least one
+    element a device, full if there is none.
+
+    Args:
+        kind: `zero1`, `zero2` or `zero3`.
     """
     dim = next((dim for dim, size in enumerate(meta.shape) if size >= num_devices), None)
     if dim is None:

@@ -46,7 +46,12 @@ def with_execution(plan: Plan, graph: StepGraph, is_compiled: bool = False) -> P
 
 
 def _lacks_fields(execution: Execution | None, is_compiled: bool) -> bool:
-    """Whether a program cannot be written of what the plan has of its stage's execution."""
+    """Whether a plan lacks fields of a stage's execution that its program needs, as one of an older
+    version.
+
+    Args:
+        is_compiled: whether the program is to be compiled.
+    """
     if execution is None or execution.leaving is None:
         return True
     return is_compiled and execution.compiled is None
@@ -217,7 +222,15 @@ def check_execution(plan: Plan, index: int, graph: StepGraph) -> None:
 def _check_overlap(
     execution: Execution, graphs: StageGraphs, stage: StagePlan, overlaps: bool, where: str
 ) -> None:
-    """Raise PlanError unless the fused matmuls, and the sums in chunks, are possible."""
+    """Check that the fused matmuls and the sums in chunks are possible.
+
+    Args:
+        overlaps: whether the stage's programs overlap matmuls with sums at all.
+        where: path of `execution` in the plan, for the message.
+
+    Raises:
+        PlanError: one is not.
+    """
     possible: tuple[tuple[Group, ...], dict[str, int]] = (), {}
     if overlaps:
         wanted = execution.fused_matmuls, execution.chunk_dims
@@ -240,8 +253,15 @@ def _check_overlap(
 def _check_leaving(
     leaving: Mapping[int, DualLayout], possible: Mapping[int, tuple[DualLayout, ...]], where: str
 ) -> None:
-    """Raise PlanError unless exactly the values that leave the step have a layout in which they
-    may.
+    """Check that exactly the values that leave the step have a layout, and one that is possible.
+
+    Args:
+        leaving: value -> its layout in the plan.
+        possible: value -> the layouts in which it may leave.
+        where: path of `leaving` in the plan, for the message.
+
+    Raises:
+        PlanError: they have not.
     """
     odd = sorted(leaving.keys() ^ possible.keys())
     if odd:
@@ -258,7 +278,15 @@ def _check_leaving(
 def _check_compiled(
     compiled: CompiledExecution, ops: Sequence[Op], stage: StagePlan, where: str
 ) -> None:
-    """Raise PlanError unless compiled programs can do what `compiled` says."""
+    """Check that the ops that `compiled` names are of the kind that it treats specially.
+
+    Args:
+        ops: of the stage.
+        where: path of `compiled` in the plan, for the message.
+
+    Raises:
+        PlanError: one is not.
+    """
     convolutions = {op.name for op in ops if is_image_convolution(op.call)}
     for name in compiled.channels_last:
         if name not in convolutions:

@@ -32,10 +32,11 @@ _SIMPLER = (
 
 
 def explain(task: PlanTask, plan: Plan, name: str) -> Explanation:
-    """Return what the other layouts of a parameter or op would cost, the cheapest first.
+    """Solve a plan's stage with every other layout of a parameter or op, and return these with
+    their costs, the cheapest first.
 
     Args:
-        task: what the plan was made for.
+        task: for which the plan was made.
         plan: of the task.
         name: of a parameter (any of its names) or an op, as the plan has it.
 
@@ -57,7 +58,7 @@ def explain(task: PlanTask, plan: Plan, name: str) -> Explanation:
 
 @dataclass(frozen=True)
 class _Subject:
-    """What is asked about: a parameter or an op, by the name that plans have."""
+    """The parameter or op that is explained, by the name that plans have."""
 
     name: str
     is_parameter: bool
@@ -206,7 +207,11 @@ class _Question:
         )
 
     def _of_plan(self, layout: str) -> LayoutChoice:
-        """Return the choice that the plan made, with the plan's own predictions."""
+        """Return the choice that the plan made, with the plan's own predictions.
+
+        Args:
+            layout: its text.
+        """
         predicted = self._stage.predicted
         return LayoutChoice(
             layout=layout,
@@ -273,7 +278,9 @@ class _Reasons:
     forbidden: int
 
     def lines(self) -> Iterator[str]:
-        """Yield what the next best choice costs, what binds it, and what would have to change."""
+        """Yield sentences on the other layouts: how many are ruled out, the cost of the next best
+        one, the parts of the step that would take longer, and what would have to change.
+        """
         if self.forbidden:
             layouts = "layout is" if self.forbidden == 1 else "layouts are"
             yield f"{self.forbidden} other {layouts} ruled out by the options of the plan."
@@ -315,7 +322,9 @@ class _Reasons:
         return f"{best.layout} is the next best, {_signed(more)} a step ({share:+.1%}){of_parts}."
 
     def _parts(self, best: LayoutChoice) -> Iterator[tuple[str, float]]:
-        """Yield the parts of the stage's step that change, with the seconds more."""
+        """Yield the parts of the stage's step that change: (name, seconds that `best` takes more
+        than the plan's choice).
+        """
         compute = best.compute_seconds - self.chosen.compute_seconds
         communication = best.communication_seconds - self.chosen.communication_seconds
         optimizer = best.stage_seconds - self.chosen.stage_seconds - compute - communication

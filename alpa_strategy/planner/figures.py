@@ -112,7 +112,8 @@ def _pin_text(value: object) -> str:
 
 
 def assumed_of_precision(precision: str, device: DeviceSpec) -> tuple[dict[str, str], str]:
-    """Return what plans for a precision will assume of a device, before a step is captured.
+    """Return the rates that plans for a precision will assume of a device, before a step is
+    captured.
 
     Args:
         precision: the Trainer's name of it.
@@ -201,7 +202,7 @@ def _half_precision(
 
 
 def _in(call: OpCall, dtype: torch.dtype) -> OpCall:
-    """Return a call whose float32 tensors have another dtype."""
+    """Return the call with its float32 tensors in `dtype`; that of a `PerRank` op unchanged."""
     if isinstance(call.target, PerRank):
         # It has the call on one rank's samples.
         return call

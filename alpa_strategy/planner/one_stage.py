@@ -121,6 +121,9 @@ def _solve_meshes(
 ) -> SolvedStage:
     """Return the best stage over all logical meshes; seconds by phase are added to `spent`.
 
+    Args:
+        pinned: plans of parameters that are stored already, by name.
+
     Raises:
         PlanError: nothing fits on any mesh.
     """
@@ -193,7 +196,7 @@ def _or_data_parallel(task: PlanTask, plan: Plan, data_parallel: Plan) -> Plan:
 
 
 def whole_batch(task: PlanTask) -> StageCostTask:
-    """Return what stages of the whole batch on all devices are priced for."""
+    """Return the task of pricing one stage on all devices, without micro-batches."""
     cuts = (0, len(task.step.ops))
     return stage_cost_task(task, task.step, cuts, 1, remat=False, is_whole_batch=True)
 
@@ -225,8 +228,8 @@ def hidden_seconds(plan: Plan, overlap: float = 0.0) -> float:
 
 
 def _baselines(task: PlanTask, solver: StageSolver) -> dict[str, SolvedStage | None]:
-    """Return named plans on the flat mesh, by the same costs and memory; None for those that do
-    not fit.
+    """Return name (`data`, `zero3`, ...) -> the stage of that plan on the flat mesh, by the same
+    costs and memory; None for those that do not fit.
 
     Without `options.baselines` these are the plans that may be taken; on one device there are none.
     """

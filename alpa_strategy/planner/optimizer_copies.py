@@ -108,7 +108,11 @@ class _Copies:
         return copied
 
     def _converted(self, value: Any) -> Any:
-        """Return the copy of a value of an attribute; `_GONE` if nothing is left of it."""
+        """Return the copy of a value of an attribute; `_GONE` if it belongs to other parameters.
+
+        Raises:
+            TypeError: the value is a module.
+        """
         if id(value) in self._copies:
             return self._copies[id(value)]
         if value is self._like:
@@ -139,7 +143,9 @@ class _Copies:
         return [member for member in members if member is not _GONE]
 
     def _converted_dict(self, values: dict[Any, Any]) -> Any:
-        """Return the copy of a dictionary: a group, settings, or what is kept of a parameter."""
+        """Return the copy of a dictionary: a group, settings, or a parameter's state; `_GONE` for
+        the group of other parameters.
+        """
         result = copy.copy(values)
         result.clear()
         self._copies[id(values)] = result

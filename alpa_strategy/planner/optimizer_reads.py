@@ -103,7 +103,7 @@ def reads_of(optimizer: Optimizer) -> dict[nn.Parameter, Reads]:
 def _remembered(
     optimizer: Optimizer, parameter: nn.Parameter, trial: Any, find: Callable[[], Any]
 ) -> Any:
-    """Return the result of `find`, or what it was for another optimizer with these settings.
+    """Return the result of `find`, cached for optimizers of the same class and settings.
 
     Args:
         trial: hashable; decides the result together with the settings.
@@ -148,7 +148,7 @@ def _is_plain(value: Any) -> bool:
 
 
 def reads_of_all(optimizers: Iterable[Optimizer]) -> dict[nn.Parameter, Reads]:
-    """Return what the updates of all optimizers' parameters look at.
+    """Return parameter -> the elements that its update reads, for the parameters of all optimizers.
 
     Parameters of an optimizer that cannot be tried are left out: they stay unsharded.
     """
@@ -161,8 +161,8 @@ def reads_of_all(optimizers: Iterable[Optimizer]) -> dict[nn.Parameter, Reads]:
 
 
 def kinds_of(optimizer: Optimizer) -> dict[nn.Parameter, str]:
-    """Return for each parameter a text of what decides how it is stepped: the optimizers that step
-    it, and their groups' flags.
+    """Return parameter -> a text, equal for parameters that are stepped in the same way: the
+    optimizers that step it, and the flags of their groups.
 
     Rates and decays do not say how an optimizer works; flags may (`use_muon`).
     """
@@ -204,7 +204,9 @@ def shape_like(parameter: Tensor) -> tuple[int, ...]:
 
 
 def _random(shape: Sequence[int], num_steps: int) -> tuple[Tensor, list[Tensor]]:
-    """Return (values, gradients of each step) of a parameter."""
+    """Return (values, gradient of each of `num_steps` steps) of a parameter of shape `shape`: the
+    same random fp64 numbers at every call.
+    """
     generator = torch.Generator().manual_seed(0)
     start, *grads = torch.randn(
         1 + num_steps, *shape, generator=generator, dtype=torch.float64
@@ -222,7 +224,12 @@ def _tried_if_possible(make: Make, shape: tuple[int, ...], num_steps: int) -> Re
 
 
 def _tried(make: Make, shape: tuple[int, ...], num_steps: int) -> Reads:
-    """Return what a fresh optimizer looks at in a parameter of a small shape."""
+    """Return the elements that a fresh optimizer reads to update one element of a parameter of a
+    small shape, as far as some steps show it.
+
+    Args:
+        make: parameters -> a fresh optimizer of them.
+    """
     start, grads = _random(shape, num_steps)
     first, (full,) = _stepped(make, [start], [grads])
 
@@ -301,7 +308,13 @@ def _free_dims(make: Make, shape: tuple[int, ...], dims: Iterable[int]) -> froze
 def _trained_in_shards(
     make: Make, start: Tensor, grads: Sequence[Tensor], dim: int, size: int
 ) -> Tensor:
-    """Return a parameter of which shards of `size` along `dim` were trained one by one."""
+    """Return the values of a parameter after shards of `size` along `dim` were trained one by one.
+
+    Args:
+        make: parameters -> a fresh optimizer of them.
+        start: first values.
+        grads: of each step.
+    """
     shards: list[Tensor] = []
     pieces = zip(start.split(size, dim), *(grad.split(size, dim) for grad in grads), strict=True)
     for start_of_shard, *grads_of_shard in pieces:
@@ -324,7 +337,13 @@ def trained(
 def _stepped(
     make: Make, starts: Sequence[Tensor], grads: Sequence[Sequence[Tensor]]
 ) -> tuple[Optimizer, list[Tensor]]:
-    """Return a fresh optimizer after one step per gradient, and its parameters; see `trained`."""
+    """Return a fresh optimizer after one step per gradient, and its parameters' values.
+
+    Args:
+        make: parameters -> a fresh optimizer of them.
+        starts: first values of the parameters.
+        grads: of each parameter, a gradient per step.
+    """
     parameters = [nn.Parameter(start.clone()) for start in starts]
     fresh = make(parameters)
     for of_step in zip(*grads, strict=True):

@@ -242,8 +242,10 @@ class PipelineSearch:
         return left
 
     def _plan_of_untried_counts(self) -> Plan | None:
-        """Return the plan of the first other number of micro-batches of which stages fit, None if
-        there is none.
+        """Price other numbers of micro-batches in turn, until stages fit.
+
+        Returns:
+            The plan of the first one of which they do; None if there is none.
         """
         for count in self._untried_counts():
             self._price_again(count)
@@ -393,6 +395,10 @@ class PipelineSearch:
 
         Submeshes of medium size are priced exactly. For the others a bound is enough, until the
         best stages have such sizes.
+
+        Args:
+            count: number of micro-batches.
+            ceiling: seconds of a step; slower candidates are of no interest.
         """
         unlikely = self._extreme_sizes()
         while unlikely:
@@ -483,7 +489,11 @@ class PipelineSearch:
         """Price one stage over all devices, from few micro-batches to many.
 
         Pipelines need many micro-batches, one stage as few as fit: the search over pipelines may
-        not come to them.
+        not come to them. Candidates are added to `self.best`.
+
+        Args:
+            counts: numbers of micro-batches, in descending order.
+            known: seconds of a step that is planned already.
         """
         num_devices = self.task.cluster.num_devices
         all_devices = next(mesh for mesh in self.meshes if math.prod(mesh) == num_devices)

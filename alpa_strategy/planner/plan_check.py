@@ -147,10 +147,17 @@ def _check_schedule(plan: Plan) -> None:
 
 
 def _check_strategies(stage: StagePlan, part: StepGraph, where: str) -> None:
-    """Raise PlanError unless every op has one strategy per mesh axis, each offered by its rule.
+    """Check that every op has one strategy per mesh axis, each offered by its rule.
 
     Later axes split the shards of earlier ones, on the device with the smallest shard: so were the
     strategies made.
+
+    Args:
+        part: graph of the stage.
+        where: path of the stage in the plan, for the message.
+
+    Raises:
+        PlanError: an op has others.
     """
     mesh = stage.logical_mesh
     extra = sorted(set(stage.strategies) - {op.name for op in part.ops})
@@ -177,8 +184,13 @@ def _check_strategies(stage: StagePlan, part: StepGraph, where: str) -> None:
 
 
 def _check_recomputed(stage: StagePlan, part: StepGraph, where: str) -> None:
-    """Raise PlanError unless recomputed and offloaded results are of ops that can be recomputed
-    alone, and chunked ones of matmuls.
+    """Check that recomputed and offloaded results are of ops that can be recomputed alone, and
+    chunked ones of matmuls.
+
+    Args: as of `_check_strategies`.
+
+    Raises:
+        PlanError: one is not.
     """
     known = {op.name: op for op in part.ops}
     for name in stage.recomputed_ops:
@@ -199,8 +211,10 @@ def _check_recomputed(stage: StagePlan, part: StepGraph, where: str) -> None:
 
 
 def _check_parameter(stage: StagePlan, parameter: ParameterInput, where: str) -> ParameterPlan:
-    """Return the stage's plan of a parameter; PlanError if there is none, or it cannot be stored
-    so.
+    """Return the stage's plan of a parameter.
+
+    Raises:
+        PlanError: there is none, or the parameter cannot be stored so.
     """
     where = f"{where}.parameters[{parameter.name!r}]"
     names = [name for name in parameter.names if name in stage.parameter_plans]
@@ -242,8 +256,16 @@ def _check_boundary(
     stage: StagePlan,
     where: str,
 ) -> None:
-    """Raise PlanError unless `layouts` are of exactly the values that the graph passes there, full
-    or in equal shards.
+    """Check that `layouts` are of exactly the values that pass a boundary, full or in equal shards.
+
+    Args:
+        layouts: value -> its layout in the plan.
+        wanted: the values that pass the boundary.
+        part: graph of the stage.
+        where: path of `layouts` in the plan, for the message.
+
+    Raises:
+        PlanError: they are not.
     """
     if set(layouts) != set(wanted):
         odd = sorted(set(layouts) ^ set(wanted))[0]

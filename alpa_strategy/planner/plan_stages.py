@@ -22,7 +22,7 @@ from alpa_strategy.sharding.cross_mesh import boundary_link
 
 
 def stage_job(task: PlanTask, plan: Plan) -> StageCostTask:
-    """Return what the stages of a plan were priced for.
+    """Return the task of pricing the stages of a plan, on its devices and micro-batches.
 
     Raises:
         PlanError: the step cannot be split into the plan's micro-batches.
@@ -49,7 +49,11 @@ def in_flight_of(plan: Plan, num_microbatches: int) -> tuple[int, Sequence[int]]
 
 
 def stage_request(job: StageCostTask, task: PlanTask, plan: Plan, index: int) -> StageRequest:
-    """Return what stage `index` of a plan was solved for."""
+    """Return the request for which stage `index` of a plan was solved.
+
+    Args:
+        task: of the planning.
+    """
     stage = plan.stages[index]
     if job.is_whole_batch:
         return whole_step_request(task, stage.logical_mesh, {})
@@ -77,7 +81,7 @@ def stage_request(job: StageCostTask, task: PlanTask, plan: Plan, index: int) ->
 
 @dataclass(frozen=True)
 class PlanCost:
-    """What a step takes with the layouts of a plan that was made for something else."""
+    """Seconds and bytes of a step with the layouts of a plan that was made for another task."""
 
     seconds: float
 

@@ -145,7 +145,12 @@ def plan_captured(
     choose: Callable[[PlanTask], Plan] | None = None,
     around: Plan | None = None,
 ) -> Plan:
-    """Return the plan of a captured step. Args and raises: as of `make_plan`."""
+    """Return the plan of a captured step. Raises: as of `make_plan`.
+
+    Args:
+        choose: searches the plan of a task; None: `choose_plan`.
+        around: a running plan, whose stages and layouts the new one keeps; None: there is none.
+    """
     task = captured.task
     find = choose or choose_plan
     if around is not None:
@@ -235,7 +240,7 @@ def plan_around(task: PlanTask, running: Plan) -> Plan:
 
 
 def _choose(task: PlanTask) -> Plan:
-    """Return what `choose_plan` does, on the cluster's devices in the order that they have."""
+    """Return the plan of `choose_plan` for the cluster's devices in their present order."""
     if _requires_pipeline(task):
         _check_single_device(task)
         return plan_pipeline(task.for_stages())
@@ -278,7 +283,11 @@ def _requires_pipeline(task: PlanTask) -> bool:
 
 
 def _check_single_device(task: PlanTask) -> None:
-    """Raise PlanError if stages or a schedule are pinned on one device."""
+    """Check that a cluster of one device has no pinned stages and no schedule.
+
+    Raises:
+        PlanError: it has.
+    """
     options = task.options
     num_stages = options.num_stages or 1
     pins_stages = num_stages > 1 or options.schedule is not None
@@ -395,7 +404,9 @@ def _faster(one: Plan, task: PlanTask, first: PipelineFirst | None = None) -> Pl
     """Return the single stage, or a pipeline that is clearly faster, with a note that says why.
 
     Args:
-        first: what was searched before the single stage was solved.
+        one: plan of the single stage.
+        first: the pipelines that were searched before the single stage was solved; None: they are
+            searched now.
     """
     seconds = hidden_seconds(one, task.cluster.overlap)
     started = time.perf_counter()

@@ -40,7 +40,9 @@ from alpa_strategy.schedules import refusal
 
 
 def replan_fingerprint(task: PlanTask, running: Plan) -> Fingerprint:
-    """Return what `replan`'s result is stored under: the running plan takes the place of pins."""
+    """Return the fingerprint under which the result of `replan` is stored: that of the task, with
+    the running plan in place of pins.
+    """
     stage_texts = [
         (
             stage.submesh,
@@ -156,7 +158,7 @@ def _check_parameters(graph: StepGraph, stages: Sequence[StagePlan]) -> None:
 
 
 def _requests(job: StageCostTask, running: Plan) -> list[StageRequest]:
-    """Return what each running stage is solved for: its ops of the new step, its mesh and its
+    """Return a request per running stage, to be solved for the new step: its ops, its mesh and its
     parameters' layouts.
     """
     stages = running.stages

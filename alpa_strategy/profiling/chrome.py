@@ -33,7 +33,12 @@ def write_trace(path: Path, records: Sequence[RankRecord], about: dict[str, Any]
 
 
 def chrome_trace(records: Sequence[RankRecord], about: dict[str, Any]) -> dict[str, Any]:
-    """Return the trace of all ranks in Chrome's format. Times begin with the first slice."""
+    """Return the trace of all ranks in Chrome's format. Times begin with the first slice.
+
+    Args:
+        records: of all ranks.
+        about: facts that are shown with the trace.
+    """
     starts = [record.slices[0].start for record in records if record.slices]
     base = min(starts, default=0)
     events: list[dict[str, Any]] = []
@@ -44,6 +49,11 @@ def chrome_trace(records: Sequence[RankRecord], about: dict[str, Any]) -> dict[s
 
 
 def _of_rank(record: RankRecord, base: int) -> Iterator[dict[str, Any]]:
+    """Yield the events of a rank: names of its tracks, slices, and collectives in flight.
+
+    Args:
+        base: nanoseconds at which the trace begins.
+    """
     name = f"rank {record.rank}"
     if record.stages:
         noun = "stage" if len(record.stages) == 1 else "stages"
@@ -77,7 +87,11 @@ def _of_rank(record: RankRecord, base: int) -> Iterator[dict[str, Any]]:
 
 
 def _arrows(records: Sequence[RankRecord], base: int) -> Iterator[dict[str, Any]]:
-    """Yield an arrow from each message's sender to its receivers."""
+    """Yield an arrow from each message's sender to its receivers: two events each.
+
+    Args:
+        base: nanoseconds at which the trace begins.
+    """
     sent: dict[Any, list[tuple[int, Slice]]] = {}
     for record in records:
         for trace_slice in record.slices:

@@ -117,7 +117,13 @@ def step_times(slices: Iterable[Slice]) -> StepTimes:
 def _close(
     stack: list[tuple[Slice, _Moment]], moment: int | None, now: int, times: StepTimes
 ) -> int:
-    """Close the slices that end by `moment` (None: all), and return until when time is added."""
+    """Close the slices that end by `moment` (None: all), and return until when time is added.
+
+    Args:
+        stack: open slices, the innermost last; closed ones are removed.
+        now: nanoseconds until which time was added before.
+        times: gets the time.
+    """
     while stack and (moment is None or stack[-1][0].end <= moment):
         end = stack[-1][0].end
         _add(stack, now, end, times)
@@ -127,7 +133,13 @@ def _close(
 
 
 def _add(stack: Sequence[tuple[Slice, _Moment]], start: int, end: int, times: StepTimes) -> None:
-    """Add an interval to the part of the innermost slice, if it is within a step."""
+    """Add the interval from `start` to `end`, in nanoseconds, to the part of the innermost slice,
+    if it is within a step.
+
+    Args:
+        stack: open slices, the innermost last.
+        times: gets the time; waiting for other ranks is a part of its own.
+    """
     if end <= start or not stack or stack[0][0].category != STEP:
         return
     moment = stack[-1][1]
@@ -140,7 +152,11 @@ def _add(stack: Sequence[tuple[Slice, _Moment]], start: int, end: int, times: St
 
 
 def _moment_in(trace_slice: Slice, outer: _Moment) -> _Moment:
-    """Return what the moments within a slice belong to."""
+    """Return the part of the step to which the moments within a slice belong.
+
+    Args:
+        outer: the same of the slice around it.
+    """
     if trace_slice.category in NAMED:
         outer = replace(outer, is_named=True)
     if trace_slice.category in (COLLECTIVE, MESSAGE):

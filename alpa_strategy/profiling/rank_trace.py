@@ -72,7 +72,7 @@ def slices_of(
 
 
 def _thread_names(events: Iterable[Mapping[str, Any]]) -> dict[Any, str]:
-    """Return the name of every thread: `host` is the one that has recorded most."""
+    """Return thread id -> name: `host` is the thread that has recorded most."""
     counts: dict[Any, int] = {}
     for event in events:
         counts[event["tid"]] = counts.get(event["tid"], 0) + 1
@@ -85,6 +85,13 @@ def _thread_names(events: Iterable[Mapping[str, Any]]) -> dict[Any, str]:
 def _host_slice(
     event: Mapping[str, Any], base: int, track: str, infos: Mapping[str, RangeInfo]
 ) -> Slice:
+    """Return the slice of an event of the profiler on the host.
+
+    Args:
+        base: nanoseconds at which the profiler's times begin.
+        track: name of its thread.
+        infos: kind and details of the package's ranges, by name.
+    """
     name = event["name"]
     details = {}
     for key in (_SEQUENCE, _CORRELATION):
@@ -102,6 +109,12 @@ def _host_slice(
 
 
 def _device_slice(event: Mapping[str, Any], base: int, modules: Mapping[Any, str]) -> Slice:
+    """Return the slice of a kernel.
+
+    Args:
+        base: nanoseconds at which the profiler's times begin.
+        modules: correlation number of a launch -> the module that launched it.
+    """
     start = base + round(event["ts"] * 1000)
     arguments = event.get("args", {})
     details = {}
@@ -139,6 +152,10 @@ def _backward_modules(slices: Sequence[Slice], root: str) -> list[Slice]:
     """Return a slice around consecutive nodes of the backward that are of one module.
 
     A node without a sequence number adds to a gradient: it is of the module of the node before it.
+
+    Args:
+        slices: of the host, in order of time.
+        root: module of nodes that are of no other.
     """
     modules: dict[int, str] = {}
     result: list[Slice] = []

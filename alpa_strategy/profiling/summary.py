@@ -70,7 +70,13 @@ def _lane(record: RankRecord, begin: int) -> MeasuredLane:
 
 
 def _actions(slices: Sequence[Slice], begin: int) -> Iterator[MeasuredAction]:
-    """Yield the actions, without the time in which they wait for messages."""
+    """Yield the actions, without the time in which they wait for messages: an action that waits is
+    several pieces.
+
+    Args:
+        slices: of one step of a rank.
+        begin: nanoseconds at which the step begins.
+    """
     waits: dict[int, list[Slice]] = {}
     actions: list[Slice] = []
     for trace_slice, around in with_parents(slices):
@@ -110,7 +116,9 @@ def _timed(
 
 
 def _update(record: RankRecord, slices: Sequence[Slice], begin: int) -> Iterator[MeasuredAction]:
-    """Yield the optimizer's update: from the end of its closure to the end of its step."""
+    """Yield the optimizer's update: from the end of its closure to the end of its step. Args: as of
+    `_actions`.
+    """
     for trace_slice in slices:
         if trace_slice.category != PHASE or trace_slice.name != "optimizer_step":
             continue
@@ -122,7 +130,12 @@ def _update(record: RankRecord, slices: Sequence[Slice], begin: int) -> Iterator
 
 
 def _messages(records: Sequence[RankRecord], begin: int) -> Iterator[MeasuredMessage]:
-    """Yield the messages of the last step, from their sends to the end of their receives."""
+    """Yield the messages of the last step, from their sends to the end of their receives.
+
+    Args:
+        records: of all ranks.
+        begin: nanoseconds at which the step begins.
+    """
     for record in records:
         start, end = _last_step(record)
         for trace_slice in record.slices:

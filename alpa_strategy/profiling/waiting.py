@@ -84,7 +84,9 @@ def mark_waiting(records: Sequence[RankRecord]) -> None:
 
 
 def _key(trace_slice: Slice) -> tuple[Hashable | None, bool]:
-    """Return what a slice belongs to on all ranks, and whether it is what others wait for."""
+    """Return (key, whether other ranks wait for this slice). Slices of one collective or message
+    have the same key on all ranks; None: other ranks have nothing to do with it.
+    """
     if trace_slice.category == COLLECTIVE and "waits_for" not in trace_slice.details:
         members = tuple(trace_slice.details.get("members", ()))
         return (trace_slice.name, members) if members else None, True

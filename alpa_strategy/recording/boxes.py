@@ -93,7 +93,9 @@ def read_into(recorder: Recorder, tensor: Tensor, offsets: Sequence[int], target
 
 
 def _can_be_divided(recorder: Recorder, tensor: Tensor) -> bool:
-    """Whether no op computes all of its result for a box of it."""
+    """Whether a box can be read without computing more than it: no op needs its full result for
+    it.
+    """
     ops = [func for func in recorder.functions_of(tensor) if hasattr(func, "_schema")]
     return DIVISIBLE.issuperset(ops)
 

@@ -131,7 +131,7 @@ def storage_key(tensor: Tensor) -> int:
 
 
 def to_meta(leaf: Any) -> Any:
-    """Return a meta tensor like a real one with dims; other leaves as they are."""
+    """Return a meta tensor in place of a real one with dims; other leaves unchanged."""
     if isinstance(leaf, Tensor) and not leaf.is_meta and leaf.dim() > 0:
         return torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device="meta")
     return leaf

@@ -104,7 +104,11 @@ def finish_buckets(buckets: list[Bucket], completed: Completed | None = None) ->
 
 
 def flat_gradients(grads: Sequence[Tensor], scale: float) -> Tensor:
-    """Return all elements of the gradients in one dim, multiplied by `scale`."""
+    """Return a new tensor with all elements of the gradients, one after the other, times `scale`.
+
+    Args:
+        grads: of one dtype and device.
+    """
     if scale == 1.0:
         return torch.cat([grad.reshape(-1) for grad in grads])
 

@@ -156,8 +156,8 @@ class MeshParameters:
             sharded.accumulator = None
 
     def step_inputs(self, prefetched_bytes: int = 0) -> Mapping[str, Tensor]:
-        """Return name -> what the lowered step takes: the parameter itself, or its copy that is
-        gathered once per step (`G` modes).
+        """Return name -> the tensor that the lowered step takes: the parameter itself, or its copy
+        that is gathered once per step (`G` modes).
 
         All gatherings start now and overlap with the step; access to a parameter waits for its own.
 
@@ -203,7 +203,9 @@ class MeshParameters:
         return parameters
 
     def step_input(self, name: str) -> Tensor:
-        """Return what the lowered step takes for one parameter; waits for its gathering."""
+        """Return the tensor that the lowered step takes for the parameter `name`: its shard, or the
+        copy that is gathered once per step. Waits for that.
+        """
         sharded = self._by_name[name]
         if sharded.plan.is_fetched:
             assert self._host is not None
@@ -278,7 +280,8 @@ class MeshParameters:
             sharded.drop_copy()
 
     def _watch(self, sharded: ShardedParameter) -> None:
-        """Announce the gradient of a parameter that the step uses as it is stored.
+        """Register the hooks that reduce the gradient of a parameter that the step uses as it is
+        stored.
 
         By a hook of the node that adds to `grad`, not of the tensor: a tensor's hooks also run for
         `torch.autograd.grad`.

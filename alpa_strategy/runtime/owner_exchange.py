@@ -130,7 +130,13 @@ class OwnerExchange:
         return self._start(sent, received)
 
     def _start(self, sent: list[_Part], received: list[_Part]) -> Callable[[], None]:
-        """Start one exchange for each dtype of the parameters."""
+        """Start one exchange for each dtype of the parameters, and return a function that waits
+        until all tensors are received.
+
+        Args:
+            sent: (receiving device, tensor) of each shard.
+            received: (sending device, tensor that is written) of each, in the sender's order.
+        """
         dtypes = sorted({p.sharded.parameter.dtype for p in self._owned}, key=str)
         waits = []
         for dtype in dtypes:
@@ -147,7 +153,9 @@ class OwnerExchange:
     def _start_of_dtype(
         self, sent: list[_Part], received: list[_Part], dtype: torch.dtype
     ) -> Callable[[], None]:
-        """Start one exchange, without what this device has for itself."""
+        """Start the exchange of one dtype; shards that this device sends to itself are copied.
+        Args and result: as of `_start`.
+        """
         all_devices = self._mesh.all_devices
         here = all_devices.index
         local_sent = [tensor for device, tensor in sent if device == here]
@@ -167,8 +175,14 @@ class OwnerExchange:
 def _flat(
     sent: list[_Part], here: int, size: int, dtype: torch.dtype, device: torch.device
 ) -> tuple[Tensor, list[int]]:
-    """Return what is sent to all devices, flat in their order, and the number of elements for
-    each."""
+    """Return the elements that are sent to all devices, flat in their order, and the number of
+    elements for each of them.
+
+    Args:
+        sent: (receiving device, tensor) of each shard.
+        here: index of this device, which sends itself nothing.
+        size: number of devices.
+    """
     counts = _num_elements(sent, here, size)
     flat = torch.empty(sum(counts), dtype=dtype, device=device)
     start = 0

@@ -80,8 +80,9 @@ class OwnerStep:
         self._put_shards_back()
 
     def _wrap_step(self) -> None:
-        """Do around the object's own step what hooks do otherwise: its class has not called
-        `Optimizer.__init__`.
+        """Replace the optimizer's `step` by one that calls `_before` and `_after`.
+
+        Hooks cannot be registered, as its class has not called `Optimizer.__init__`.
         """
         optimizer: Any = self._optimizer
         attributes = vars(optimizer)
@@ -109,7 +110,14 @@ class OwnerStep:
     def _before(
         self, _: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        """Run the closure, and let the optimizer see full tensors of what this device owns."""
+        """Run the closure, then give the parameters that this device owns their full tensors.
+
+        A hook before the optimizer's step.
+
+        Returns:
+            (args, kwargs) of the step with the closure's result in place of the closure; None if
+            there is no closure.
+        """
         result = _with_closure_called(args, kwargs)
         with torch.no_grad():
             self._put_full_tensors_in()
@@ -199,7 +207,9 @@ def _has_hooks(optimizer: Optimizer) -> bool:
 
 
 def _shards(owned: OwnedParameter) -> Sequence[Tensor]:
-    """Return what this device sends of a parameter: value, gradient, and whether there is one."""
+    """Return the tensors of a parameter that this device sends to the owner: its shard, the shard
+    of the gradient (zeros if there is none), and whether there is one, as 1 or 0.
+    """
     sharded = owned.sharded
     parameter = sharded.parameter
     grad = parameter.grad

@@ -18,7 +18,9 @@ from alpa_strategy.ir.plan import Plan
 
 @contextmanager
 def tuned(device: torch.device) -> Iterator[None]:
-    """Context of the sharding of a module: frees what planning used."""
+    """Context in which a module is sharded on `device`. At its end the memory that planning used is
+    free: in glibc's or this package's allocator on CPUs, in CUDA's cache on GPUs.
+    """
     allocator = HOST_ALLOCATOR.extra if device.type == "cpu" else None
     if allocator is not None:
         allocator.keep_freed(True)
@@ -77,7 +79,7 @@ def process_bytes(module: nn.Module, optimizers: Sequence[Optimizer], device: to
 
 
 def tensor_bytes(module: nn.Module, optimizers: Sequence[Optimizer]) -> int:
-    """Return the bytes of parameters, buffers and optimizer states."""
+    """Return the bytes of the storages of parameters, buffers and optimizer states on this rank."""
     tensors = [*module.parameters(), *module.buffers()]
     for optimizer in optimizers:
         for states in states_in(optimizer):

@@ -149,7 +149,7 @@ def best_transfer(
 
 
 def _shared_layout(shape: tuple[int, ...], target: MeshSide) -> Layout:
-    """`target.layout` with every replicated axis turned into a shard of a dim.
+    """Return `target.layout` with every replicated axis turned into a shard of a dim.
 
     If none has enough elements left, the axis stays replicated.
     """
@@ -212,7 +212,9 @@ def transfer_seconds(plan: TransferPlan, cluster: ClusterSpec) -> float:
 
 
 def _gather_seconds(plan: TransferPlan, cluster: ClusterSpec) -> float:
-    """Seconds of the all-gathers from `received` to the target's layout, innermost axis first."""
+    """Return the seconds of the all-gathers from `plan.received` to the target's layout, innermost
+    axis first.
+    """
     target = plan.target
     ranks = np.array(target.ranks).reshape(target.shape)
     seconds = 0.0

@@ -75,7 +75,9 @@ def may_draw(call: OpCall) -> bool:
 
 
 def _cut(call: OpCall, dim: int, length: int) -> OpCall:
-    """The call with dim `dim` of every tensor, but numbers, of size `length`."""
+    """Return the call with size `length` of dim `dim` in every tensor; numbers, of shape (), are
+    unchanged.
+    """
 
     def cut(meta: TensorMeta) -> TensorMeta:
         if not meta.shape:
@@ -137,9 +139,14 @@ class _Recorder(TorchDispatchMode):
         operand_shapes: list[tuple[int, ...]],
         result_shapes: list[tuple[int, ...]],
     ) -> bool:
-        """Whether an op works element by element on tensors of `shape`, and on numbers (shape ()).
+        """Whether an op works element by element on tensors of shape `self.shape`, and on numbers
+        (shape ()).
 
         A number is an operand or a constant: no op that makes one passes.
+
+        Args:
+            func: the op.
+            operand_shapes, result_shapes: of its call.
         """
         if torch.Tag.pointwise not in func.tags and func.overloadpacket not in _COPIES:
             return False

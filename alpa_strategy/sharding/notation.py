@@ -141,13 +141,14 @@ def line_of(operands: Iterable[Iterable[str]], result: Iterable[str], num_result
 def reduced_indices(
     rank: int, reduced: Collection[int], mark: str, keepdim: bool
 ) -> tuple[list[str], list[str]]:
-    """Write the indices of an op that reduces some dims: (of the operand, of the result).
+    """Return the indices of an op that reduces some dims: (of the operand, of the result), such as
+    (["x0", "k1!"], ["x0"]).
 
     Args:
         rank: of the operand.
         reduced: the dims.
         mark: what follows the index of a reduced dim, such as `!` if it must not be sharded.
-        keepdim: whether reduced dims stay in the result, with size 1.
+        keepdim: whether reduced dims stay in the result, with size 1, as `one1!`.
     """
     operand = []
     result = []
@@ -163,13 +164,14 @@ def reduced_indices(
 
 
 def _group_lengths(pairs: list[tuple[Term, int]], arguments: Mapping[str, Any]) -> dict[str, int]:
-    """Length of every group of indices.
+    """Return group of indices -> its length.
 
     From the argument of the same name if there is one. Else from ranks: the longest, others are
     broadcast to it.
 
     Args:
         pairs: terms with the ranks of their operands.
+        arguments: of the call, by name.
     """
     lengths: dict[str, int] = {}
     for term, _ in pairs:
@@ -274,7 +276,9 @@ def _match(signature: Signature, call: OpCall) -> _ReadRule | None:
 
 
 def _present_operands(signature: Signature, call: OpCall) -> list[tuple[Term, int]] | None:
-    """Terms with the operands that they describe; None when arguments are missing or too many."""
+    """Return the terms with the indices of the operands that they describe; None if arguments are
+    missing or too many.
+    """
     arguments = flat_tensor_arguments(call)
     further = arguments[len(signature.operands) :]
     if any(argument is not None for argument in further):
@@ -298,7 +302,12 @@ def _dims_of_keys(keys: list[tuple[Key, Index]], shape: tuple[int, ...]) -> dict
 
 
 def _split_of(key: Key, indices: list[Index], rule: _ReadRule, call: OpCall) -> "Split | None":
-    """The split of an op's work along one index; None if it cannot be sharded."""
+    """Return the split of an op's work along one index; None if it cannot be sharded.
+
+    Args:
+        key: of the index.
+        indices: all places at which the rule has it.
+    """
     is_sharded_anywhere = any(key in operand.dims for _, operand in rule.operands)
     if any(index.unsharded for index in indices) or not is_sharded_anywhere:
         return None
@@ -383,7 +392,8 @@ def split_from_dims(
 
     Args:
         dims: (operand index, dim) pairs; operands without a pair are not sharded.
-        results: as `Split.results`; the further arguments as the fields of `Split`.
+        results: as `Split.results`.
+        even, implementation, collectives: the fields of `Split`.
     """
     by_operand: dict[int, int | None] = {}
     for operand, dim in dims:
@@ -494,7 +504,9 @@ def _carried(call: OpCall, match: RuleMatch) -> Iterator[AxisStrategy]:
 
 
 def _linear(call: OpCall, match: RuleMatch) -> Iterator[AxisStrategy]:
-    """A strategy on partial values for each set of `RuleMatch.linear`."""
+    """Yield a strategy on partial values for each set of operands in `match.linear`; none if the op
+    would lose precision by that.
+    """
     if not match.linear or not _keeps_precision(call.operands, call.results):
         return
     operand_grads = _operand_grads(call)

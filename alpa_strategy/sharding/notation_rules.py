@@ -93,10 +93,14 @@ def _attention(call: OpCall, axis_size: int) -> str:
 
 
 def _ring(call: OpCall, axis_size: int) -> tuple[Split | None, ...]:
-    """Ring attention: queries, keys and values are sharded along the sequence.
+    """Return the splits of ring attention: queries, keys and values are sharded along the sequence.
 
     Keys and values go around. Under a causal mask chunks are folded first, so that all devices have
     as much work: the halves of each chunk must be of the same size.
+
+    Returns:
+        One split, None if an operand would have to be sharded in two ways; empty with a mask, with
+        dropout, and for shapes that do not fit.
     """
     bound = bind(call)
     operands = [bound[name].index for name in ("query", "key", "value")]
@@ -194,7 +198,8 @@ def _weight_norm(call: OpCall, axis_size: int) -> str:
 
 
 def _channel_norm(call: OpCall, axis_size: int) -> str:
-    """batch_norm, instance_norm: samples are independent unless they share statistics.
+    """Return the rule of batch_norm and instance_norm: samples are independent unless they share
+    statistics.
 
     Positions in the image are independent if the statistics are given.
     """
@@ -221,7 +226,9 @@ def _bag_lookup(call: OpCall, axis_size: int) -> str:
 
 
 def _row_loss(call: OpCall, axis_size: int) -> str:
-    """Losses per row (capture turns the summed ones into `cross_entropy_sum`)."""
+    """Return the rule of losses per row: rows are independent. Capture turns the summed losses into
+    `cross_entropy_sum`.
+    """
     if bind(call)["reduction"] != 0:
         return "[n!, c!, *d!], [n!, *t!], [c!]? -> []"
     target = call.operands[bind(call)["target"].index]
@@ -243,7 +250,9 @@ def _tensordot(call: OpCall, axis_size: int) -> str:
 
 
 def _multi_dot(call: OpCall, axis_size: int) -> str:
-    """A chain of matrices, of which the first and the last may be vectors."""
+    """Return the rule of a product of a chain of matrices, of which the first and the last may be
+    vectors.
+    """
     matrices = [call.operands[slot.index] for slot in slots(call)]
     ranks = [len(meta.shape) for meta in matrices]
     terms = [[f"i{j}", f"i{j + 1}"] for j in range(len(ranks))]
@@ -255,7 +264,7 @@ def _multi_dot(call: OpCall, axis_size: int) -> str:
 
 
 def _kron(call: OpCall, axis_size: int) -> str:
-    """Each dim is the first operand's times the second's.
+    """Return the rule of kron: each dim of the result is the first operand's times the second's.
 
     So equal chunks of the first operand are equal chunks of the result.
     """
@@ -275,7 +284,7 @@ def _meshgrid(call: OpCall, axis_size: int) -> str:
 
 
 def _cartesian_product(call: OpCall, axis_size: int) -> str:
-    """All tuples, the last element running fastest.
+    """Return the rule of cartesian_prod: all tuples, the last element running fastest.
 
     Equal chunks of the first operand that has more than one element are chunks of the result.
     """
@@ -289,7 +298,9 @@ def _cartesian_product(call: OpCall, axis_size: int) -> str:
 
 
 def _quantile(call: OpCall, axis_size: int) -> str:
-    """Dims that are not reduced are parallel; so are the quantiles, whose dim comes first."""
+    """Return the rule of quantile: dims that are not reduced are parallel, and so are the
+    quantiles, whose dim comes first.
+    """
     bound = bind(call)
     rank = len(call.operands[bound["self"].index].shape)
     operand, result = reduced_indices(rank, dims_of(bound["dim"], rank), "!", bound["keepdim"])
@@ -300,7 +311,9 @@ def _quantile(call: OpCall, axis_size: int) -> str:
 
 
 def _index_select(call: OpCall, axis_size: int) -> str:
-    """Other dims of the source are parallel; or the index is sharded and the source is not."""
+    """Return the rule of index_select: other dims of the source are parallel, or the index is
+    sharded and the source is not.
+    """
     dim = bind(call)["dim"]
     indices = [f"x{d}" for d in range(len(call.results[0].shape))]
     if not indices:
@@ -310,7 +323,9 @@ def _index_select(call: OpCall, axis_size: int) -> str:
 
 
 def _gather(call: OpCall, axis_size: int) -> str:
-    """gather, take_along_dim: dims of the same size are parallel; or the index alone is sharded."""
+    """Return the rule of gather and take_along_dim: dims of the same size are parallel, or the
+    index alone is sharded.
+    """
     source, index = (call.operands[slot.index].shape for slot in slots(call)[:2])
     dim = bind(call)["dim"]
     if dim is None or len(source) != len(index):
@@ -324,7 +339,8 @@ def _gather(call: OpCall, axis_size: int) -> str:
 
 
 def _scatter(call: OpCall, axis_size: int, adds: bool = False) -> str:
-    """scatter, index_copy and relatives: dims in which all tensors have the same size are parallel.
+    """Return the rule of scatter, index_copy and relatives: dims in which all tensors have the same
+    size are parallel.
 
     The indexed dim is not. With `adds` (scatter_add, index_add) the values that are added may be
     sharded along it, and every device adds its shard. An index along one dim alone is needed by
@@ -357,14 +373,14 @@ def _scatter(call: OpCall, axis_size: int, adds: bool = False) -> str:
 
 
 def _at(indices: list[str], dim: int, index: str) -> list[str]:
-    """`indices` with another one at `dim`."""
+    """Return `indices` with `index` at `dim`."""
     replaced = list(indices)
     replaced[dim % len(indices)] = index
     return replaced
 
 
 def _indexed(call: OpCall, axis_size: int, index: str) -> str:
-    """x[i, :, j], read, or written (index_put).
+    """Return the rule of x[i, :, j], read, or written (index_put).
 
     Masks, whose number of elements depends on data, leave every dim unsharded.
 
@@ -407,7 +423,7 @@ def _indexed(call: OpCall, axis_size: int, index: str) -> str:
 
 
 def _sum_to_size(call: OpCall, axis_size: int) -> str:
-    """The dims that keep their size are parallel, the others are contracted."""
+    """Return the rule of sum_to_size: dims that keep their size are parallel, others contracted."""
     source = call.operands[0].shape
     target = call.results[0].shape
     offset = len(source) - len(target)
@@ -421,7 +437,8 @@ def _sum_to_size(call: OpCall, axis_size: int) -> str:
 def _write_into(
     call: OpCall, axis_size: int, lacking: tuple[str, ...] = (), unsharded: tuple[str, ...] = ()
 ) -> str:
-    """A tensor of which a slice is replaced: the dims that the slice has as well are parallel.
+    """Return the rule of a tensor of which a slice is replaced: the dims that the slice has as well
+    are parallel.
 
     Args:
         lacking: arguments that name dims which the slice lacks.

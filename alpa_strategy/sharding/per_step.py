@@ -161,7 +161,12 @@ def _per_step(graph: StepGraph, groups: Sequence[frozenset[int]], ops: Collectio
 
 
 def _with_own_constants(graph: StepGraph, moved: set[int], constant: set[int]) -> set[int]:
-    """Return `moved` with the ops on constants that no other op needs."""
+    """Return `moved` with those of the ops `constant` whose results no other op needs.
+
+    Args:
+        moved: indices of ops that run once per step.
+        constant: indices of ops that depend on constants alone.
+    """
     moved = set(moved)
     leaving = {*graph.escaping, *graph.sent}
     for index in sorted(constant, reverse=True):

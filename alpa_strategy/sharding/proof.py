@@ -77,7 +77,7 @@ class WholeRun:
         return all(_recombines(full, shards, dual, tolerance) for full, shards, dual in compared)
 
     def _tensors(self) -> list[Tensor]:
-        """All tensors of the run but the results' gradients."""
+        """Return all tensors of the run but the results' gradients."""
         grads = [grad for grad in self.operand_grads if grad is not None]
         return [*self.operands, *self.results, *grads]
 
@@ -98,11 +98,14 @@ class WholeRun:
         operand_shards: Sequence[Sequence[Tensor]],
         grads: Sequence[Sequence[Tensor | None]],
     ) -> Iterator[tuple[Tensor, tuple[Tensor, ...], DualPlacement]]:
-        """(full gradient, the devices' gradients, placement) of each operand that has one.
+        """Yield (full gradient, the devices' gradients, their placement) of each operand that has
+        one.
 
         Autograd gives None for a gradient of zeros.
 
         Args:
+            strategy: of the op on the devices.
+            operand_shards: [operands, devices].
             grads: [devices, operands].
         """
         for i, (full, dual) in enumerate(zip(self.operand_grads, strategy.inputs, strict=True)):
@@ -116,7 +119,9 @@ class WholeRun:
             yield expected, tuple(filled), _of_gradient(dual)
 
     def _tolerance(self) -> float:
-        """Relative tolerance of the least precise dtype; 0 if all are integers or booleans."""
+        """Return the relative tolerance of the least precise dtype; 0 if all tensors are integers
+        or booleans.
+        """
         tolerance = 0.0
         for tensor in self._tensors():
             if tensor.is_floating_point() or tensor.is_complex():
@@ -169,7 +174,12 @@ def _forward(call: OpCall, operands: Sequence[Tensor]) -> tuple[list[Tensor], tu
 def _backward(
     leaves: list[Tensor], results: tuple[Tensor, ...], cotangents: Sequence[Tensor | None]
 ) -> Optionals:
-    """Gradients of the leaves, None for those that get none."""
+    """Return the gradients of the leaves, None for those that get none.
+
+    Args:
+        results: computed from the leaves.
+        cotangents: gradient of each result; None: it has none.
+    """
     outputs = []
     output_grads = []
     for result, grad in zip(results, cotangents, strict=True):
@@ -192,7 +202,7 @@ def _detached(results: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
 
 
 def _of_gradient(dual: DualPlacement) -> DualPlacement:
-    """The placement of a tensor's gradient, as if that were a value."""
+    """Return the placement of a tensor's gradient, as if that were a value."""
     return {REPLICATE: PARTIAL, PARTIAL: INVARIANT}.get(dual, dual)
 
 
@@ -202,7 +212,7 @@ def _shards_of_all(
     n: int,
     generator: torch.Generator,
 ) -> list[list[Any]]:
-    """`_shards` of each tensor, [tensors, devices]; None on every device for None."""
+    """Return `_shards` of each tensor, [tensors, devices]; None on every device for None."""
     shards: list[list[Any]] = []
     for tensor, dual in zip(tensors, duals, strict=True):
         shards.append([None] * n if tensor is None else _shards(tensor, dual, n, generator))
@@ -212,7 +222,13 @@ def _shards_of_all(
 def _shards(
     tensor: Tensor, dual: DualPlacement, n: int, generator: torch.Generator
 ) -> list[Tensor]:
-    """The value on each of `n` devices: its chunk, a random partial value, or all of it."""
+    """Return the value on each of `n` devices: its chunk, a random partial value, or all of it.
+
+    Args:
+        tensor: the full value.
+        dual: its placement.
+        generator: of the partial values, whose sum is `tensor`.
+    """
     if dual.shard_dim is not None:
         return list(tensor.split(chunk_sizes(tensor.shape[dual.shard_dim], n), dual.shard_dim))
     if dual == PARTIAL:
@@ -224,7 +240,9 @@ def _shards(
 def _recombines(
     full: Tensor, shards: Sequence[Tensor], dual: DualPlacement, tolerance: float
 ) -> bool:
-    """Whether the devices' tensors, in this placement, make up the full one."""
+    """Whether the devices' tensors `shards`, in the placement `dual`, make up the full one, up to
+    the relative error `tolerance`.
+    """
     scale = _scale([full, *shards])
     if dual == PARTIAL:
         if any(shard.shape != full.shape for shard in shards):
@@ -261,7 +279,7 @@ def _normal(generator: torch.Generator, shape: Sequence[int]) -> Tensor:
 
 
 def _with_one(data: Tensor, value: float, generator: torch.Generator) -> Tensor:
-    """`data` with `value` at a random position."""
+    """Write `value` at a random position of `data`, and return `data`."""
     if data.numel():
         position = int(torch.randint(0, data.numel(), (), generator=generator))
         data.view(-1)[position] = value
@@ -295,7 +313,12 @@ def _data(
     number: int,
     generator: torch.Generator,
 ) -> Tensor:
-    """Random data of the dtype and shape of `meta`; `number` is that of the kind."""
+    """Return random data of the dtype and shape of `meta`.
+
+    Args:
+        kind: makes the floating-point data from normally distributed numbers.
+        number: of the kind; it chooses the density of booleans and the range of integers.
+    """
     if meta.dtype == torch.bool:
         density = (0.5, 0.1, 0.9, 1.0, 0.0)[number % 5]
         return torch.rand(meta.shape, generator=generator) < density

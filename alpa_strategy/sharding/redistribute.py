@@ -123,7 +123,8 @@ def reshard_steps(
 
 @lru_cache(maxsize=4096)
 def _moved(src: DualPlacement, dst: DualPlacement, axis: int, mesh_shape: tuple[int, ...]) -> float:
-    """Weighted bytes moved by a step on an axis, in tensors that the axis stores together.
+    """Return the weighted bytes moved by a step on an axis, as a multiple of those that the axis
+    stores together.
 
     Forward and backward count alike.
     """
@@ -133,7 +134,7 @@ def _moved(src: DualPlacement, dst: DualPlacement, axis: int, mesh_shape: tuple[
 
 
 def _call_cost(src: DualPlacement, dst: DualPlacement) -> float:
-    """Cost of a step that does not depend on the bytes that it moves."""
+    """Return the cost of a step that does not depend on the bytes that it moves."""
     return _LOCAL_WEIGHT + _CALL_WEIGHT * len(_collectives_between(src, dst, True))
 
 
@@ -172,7 +173,8 @@ def reshard_table(
 def _counted_table(
     sources: tuple[DualLayout, ...], targets: tuple[DualLayout, ...], mesh_shape: tuple[int, ...]
 ) -> tuple[list[tuple[str, int, float]], np.ndarray]:
-    """Distinct terms (kind, axis, share), and how often each occurs.
+    """Return the distinct terms (kind, axis, share of the full bytes) of a table of reshardings,
+    and how often each occurs.
 
     Counts are [forward or backward, sources, targets, terms].
     """
@@ -192,7 +194,10 @@ def _counted_table(
 def _collectives(
     src: DualLayout, dst: DualLayout, mesh_shape: tuple[int, ...]
 ) -> tuple[tuple[tuple[str, int, float], ...], tuple[tuple[str, int, float], ...]]:
-    """(kind, axis, share of the full tensor's bytes) of the forward and backward collectives."""
+    """Return the (forward, backward) collectives of a resharding from layout `src` to `dst`.
+
+    Each is (kind, mesh axis, share of the full tensor's bytes).
+    """
     # Dims are numbered as they first occur: which dims they are changes no collective, and results
     # are cached for fewer layouts.
     numbers: dict[int, int] = {}
@@ -213,7 +218,9 @@ def _collectives(
 
 
 def _share(layout: Sequence[DualPlacement], mesh_shape: Sequence[int], axis: int) -> float:
-    """Share of the full tensor that the devices of a group on one axis store together."""
+    """Return the share of the full tensor that the devices of a group on one axis store
+    together.
+    """
     share = 1.0
     for other, placement in enumerate(layout):
         if other != axis and placement.shard_dim is not None:

@@ -80,7 +80,7 @@ def _aten(names: str) -> list[str]:
 def _of(
     names: str, family: Callable[..., RuleMatch], *where: object, **options: object
 ) -> dict[str, Family]:
-    """The rule `family(call, *where, **options)` for each of the ATen ops in `names`."""
+    """Return ATen op -> the rule `family(call, *where, **options)`, for each op in `names`."""
     return dict.fromkeys(_aten(names), lambda call, axis_size: family(call, *where, **options))
 
 
@@ -264,7 +264,9 @@ def _is_scaling(call: OpCall, chosen: frozenset[int]) -> bool:
 
 
 def added_operand(call: OpCall) -> int | None:
-    """Return the operand that a contraction must add only once: `+[...]` in the op's line."""
+    """Return the index of the operand that a contraction must add only once, `+[...]` in the op's
+    line; None if there is none.
+    """
     rule = rule_of(call.target)
     lines = rule.lines if isinstance(rule, RegisteredRule) else ()
     if isinstance(rule, Notation):

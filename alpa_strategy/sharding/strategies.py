@@ -70,7 +70,7 @@ def _local_metas(
     mesh_shape: tuple[int, ...],
     coordinate: tuple[int, ...],
 ) -> tuple[TensorMeta, ...]:
-    """`metas` at the shapes of the device at `coordinate`.
+    """Return the metas of tensors at the shapes of the device at `coordinate`.
 
     Args:
         by_axis: the placements of all tensors, one mesh axis after the other.
@@ -85,7 +85,9 @@ def _local_metas(
 def _local_meta(
     meta: TensorMeta, layout: DualLayout, mesh_shape: tuple[int, ...], coordinate: tuple[int, ...]
 ) -> TensorMeta:
-    """The part of a tensor that the device at `coordinate` holds: many strategies share it."""
+    """Return the meta of the shard of a tensor on the device at `coordinate`. Many strategies share
+    it.
+    """
     local_shape = value_layout(layout).local_shape(meta.shape, mesh_shape, coordinate)
     return meta.with_shape(local_shape)
 
@@ -106,7 +108,7 @@ def localize(
 
 
 def _sharding_axes(strategies: tuple[AxisStrategy, ...]) -> tuple[int, ...]:
-    """Mesh axes that shard a result.
+    """Return the mesh axes that shard a result.
 
     On the other axes devices repeat the work, so that they must draw the same random numbers.
     """
@@ -134,7 +136,9 @@ def priced_call(
 
 
 def _with_full_keys(strategy: AxisStrategy, query: int) -> AxisStrategy:
-    """A ring's strategy with all operands but the query unsharded; others as they are."""
+    """Return a ring's strategy with all operands but that of index `query` unsharded; any other
+    strategy unchanged.
+    """
     if strategy.implementation != RING:
         return strategy
     inputs = [INVARIANT] * len(strategy.inputs)
@@ -186,7 +190,12 @@ def is_random(call: OpCall) -> bool:
 def _local_call(
     call: OpCall, operands: tuple[TensorMeta, ...], results: tuple[TensorMeta, ...]
 ) -> OpCall:
-    """`call` on local tensors, with the arguments that depend on shapes rewritten."""
+    """Return `call` on local tensors, with the arguments that depend on shapes rewritten.
+
+    Args:
+        operands, results: metas of the local tensors. If they are those of `call`, it is returned
+            itself.
+    """
     if operands == call.operands and results == call.results:
         # The same object: costs are cached by call.
         return call
@@ -209,7 +218,9 @@ def _local_call(
 def _local_per_rank(
     call: OpCall, operands: tuple[TensorMeta, ...], results: tuple[TensorMeta, ...]
 ) -> OpCall:
-    """A call that runs once for each rank, on local tensors: of fewer ranks, on shards of each."""
+    """Return a call that runs once for each rank on local tensors, with the same: of fewer ranks,
+    or on shards of each. Args: as of `_local_call`.
+    """
     target: PerRank = call.target
     inner_operands = []
     for meta, is_mapped in zip(operands, target.mapped, strict=True):
@@ -225,7 +236,9 @@ Changes = Callable[[OpCall, tuple[TensorMeta, ...], tuple[TensorMeta, ...]], dic
 
 
 def _groups(argument: str) -> Changes:
-    """`Changes` of an argument for the number of groups, which is divided with the channels."""
+    """Return the `Changes` of an argument for the number of groups, which is divided with the
+    channels.
+    """
 
     def change(
         call: OpCall, operands: tuple[TensorMeta, ...], results: tuple[TensorMeta, ...]
@@ -248,7 +261,8 @@ def _groups(argument: str) -> Changes:
 def _slice(
     call: OpCall, operands: tuple[TensorMeta, ...], results: tuple[TensorMeta, ...]
 ) -> dict[str, Any]:
-    """slice and narrow along a dim that is sharded.
+    """Return the arguments that `slice` and `narrow` have on local tensors along a sharded dim; {}
+    along another one. Args: as of `_local_call`.
 
     `[:-1]` of a chunk, which drops an element on the last device alone; or segments of rows, each
     of which is sharded.
@@ -272,7 +286,9 @@ def _slice(
 def _split(
     call: OpCall, operands: tuple[TensorMeta, ...], results: tuple[TensorMeta, ...]
 ) -> dict[str, Any]:
-    """Return the local split sizes of `split` and relatives along a sharded dim of segments."""
+    """Return the arguments that `split` and relatives have on local tensors along a sharded dim of
+    segments; {} along another one. Args: as of `_local_call`.
+    """
     bound = bind(call)
     local_size = operands[0].shape[bound["dim"]]
     full_size = call.operands[0].shape[bound["dim"]]
@@ -328,7 +344,9 @@ _CHANGES: dict[str, Changes] = {
 
 
 def _match(call: OpCall, axis_size: int) -> RuleMatch | None:
-    """The result of the op's rule for a call; None if it has no rule, or the rule does not fit."""
+    """Return the result of the op's rule for a call on an axis of `axis_size` devices; None if it
+    has no rule, no results, or the rule does not fit.
+    """
     if not call.results:
         return None
     if isinstance(call.target, PerRank):
@@ -426,6 +444,10 @@ def replicated_notes(step: StepGraph, costs: OpCosts) -> list[str]:
 def _note(name: str, ops: list[Op], costs: OpCosts) -> str:
     """Return a note for the user on an op without rule: where it is called, its seconds and
     bytes.
+
+    Args:
+        name: of the op.
+        ops: its calls in the step.
     """
     seconds = sum(sum(costs.op_seconds(op.call)) for op in ops)
     num_bytes = 0

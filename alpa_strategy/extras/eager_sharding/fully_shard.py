@@ -192,7 +192,9 @@ class EagerFullyShard:
         self._shards = {}
 
     def begin_step(self) -> None:
-        """Start a step, which may use what the previous one has used. No communication."""
+        """Start a step, which may gather parameters before their first use as the previous step
+        used them. No communication.
+        """
         self.on_demand.begin()
 
     def end_step(self, for_good: bool = False) -> None:

@@ -14,7 +14,9 @@ from alpa_strategy.runtime.parameters import ParameterStore
 def gather_on_use(
     module: nn.Module, store: ParameterStore, group: Any, keeps: bool, has_room: bool
 ) -> EagerFullyShard:
-    """Return what gathers the module's parameters on use; see `hook_points.EagerShardingExtra`."""
+    """Return the `EagerFullyShard` that gathers the module's parameters on use. Args: as of
+    `hook_points.EagerShardingExtra`.
+    """
     return EagerFullyShard(module, store, group, keeps, has_room)
 
 

@@ -197,10 +197,12 @@ class JobSignals:
             raise KeyboardInterrupt
 
     def check_together(self) -> None:
-        """Check, before a collective, that all ranks come to it.
+        """Check, before a collective, that all ranks come to it, by what this rank knows. No
+        communication.
 
         Raises:
-            RuntimeMismatchError: this rank pauses while others train.
+            RuntimeMismatchError: others still train: this rank stops alone, or has come to an
+                evaluation or an epoch's end before them.
         """
         if not self._is_alone:
             return
@@ -245,7 +247,12 @@ class JobSignals:
         self._start_to_end(signum, interrupts=self._old_interrupt is not None)
 
     def _start_to_end(self, signum: int, interrupts: bool) -> None:
-        """Start the timers that end this process after a signal, if it does not end by itself."""
+        """Start the timers that end this process after a signal, if it does not end by itself.
+
+        Args:
+            signum: the signal; later ones start no timers.
+            interrupts: whether SIGINT interrupts the main thread before the process ends.
+        """
         if self._ending_signal is not None:
             return
         self._ending_signal = signum

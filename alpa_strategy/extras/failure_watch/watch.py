@@ -165,8 +165,8 @@ class FailureWatch:
             on_told(self._watch_store.get(_TOLD).decode())
 
     def _name_the_silent(self, store: Any) -> None:
-        """Wait until every rank has seen the cause; name those that never do: they are what was
-        lost.
+        """Wait until every rank has seen the cause of a failure, and print the ranks that have not
+        within the grace period: these were lost.
         """
         deadline = time.monotonic() + GRACE_SECONDS + 2 * POLL_SECONDS
         silent = list(range(self._world_size))

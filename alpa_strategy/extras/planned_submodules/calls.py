@@ -108,7 +108,11 @@ def _guards_around_programs(
 
 
 def _check_effects(graph: StepGraph, trace: Trace) -> None:
-    """Raise CaptureError if the calls do more than return tensors."""
+    """Check that the calls do no more than return tensors and plain values.
+
+    Raises:
+        CaptureError: they log, check values, or change buffers, attributes or lists.
+    """
     recording = trace.recording
     records = (graph.logs, graph.metrics, graph.checks, graph.appended, graph.guards)
     updates_buffer = any(buffer.update is not None for buffer in graph.buffers)

@@ -119,7 +119,9 @@ class Forwards:
         return type(self), ()
 
     def installed(self, root: nn.Module) -> AbstractContextManager[None]:
-        """Return a context in which the forwards of submodules are replaced."""
+        """Return a context in which forwards of submodules of `root` are replaced: those that have
+        a program, and all with parameters if calls are recorded.
+        """
         paths = {program.path for program in self._programs}
         patches = []
         for path, module in root.named_modules():

@@ -56,8 +56,12 @@ def submodule_options(
 
 
 def _num_replicas(limits: Limits, mesh: tuple[int, ...], divides: bool, num_devices: int) -> int:
-    """Return the number of replicas: the pinned one, the first of two mesh axes, or one for all
-    devices if an option divides the step.
+    """Return the number of replicas: the pinned one, the first of two mesh axes, one of all devices
+    if an option divides the step, or one per device.
+
+    Args:
+        mesh: option `logical_mesh`; empty if there is none.
+        divides: whether an option divides the step.
     """
     if limits.replicas:
         return limits.replicas

@@ -132,7 +132,12 @@ class SubmoduleRun(ShardedRun):
 
     @override
     def training_step(self, batch: Any, batch_idx: int, eager_step: Any) -> Any:
-        """Run the module's own step on this rank's batch; planned submodules run as programs."""
+        """Run the module's own step on this rank's batch, and return its output; planned submodules
+        run as programs.
+
+        Args:
+            eager_step: calls the module's `training_step`; the batch is bound to it already.
+        """
         self.take_buffers()
         changed = [self._clipping()]
         if self._loads_alike:

@@ -141,8 +141,15 @@ def _direct_factor(
 def eliminate(
     network: Network, order: Sequence[int], outer: tuple[int, ...] = ()
 ) -> tuple[np.ndarray, list[np.ndarray]]:
-    """Return the minimum for all values of the variables `outer` (inf if every assignment is
-    forbidden), and the minimising value of every variable: tables over problems and `outer`.
+    """Minimise the sum of a network's factors by eliminating its variables one by one.
+
+    Args:
+        order: all variables but `outer`, in the order of elimination.
+        outer: variables for whose values the minimum is wanted.
+
+    Returns:
+        (the minimum, the minimising value of every variable): tables over problems and the values
+        of `outer`. The minimum is inf if every assignment is forbidden.
     """
     holding, _, constant = _passed_on(network, order, outer)
     joined = join([factor for v in outer for factor in holding[v]], outer, network.sizes)
@@ -165,6 +172,10 @@ def _best_assignment(
 ) -> list[int]:
     """Return the minimising value of every variable of one problem, as `_best_values` does: numbers
     are faster than arrays of one.
+
+    Args:
+        holding: the factors of every variable's bucket.
+        order: the variables in the order of elimination.
     """
     values = [0] * num_variables
     for v in reversed(order):
@@ -331,8 +342,9 @@ def join(factors: Sequence[Factor], scope: tuple[int, ...], sizes: Sequence[int]
 def _in_join_order(
     factors: Sequence[Factor], scope: tuple[int, ...], sizes: Sequence[int]
 ) -> list[np.ndarray]:
-    """Return the tables of factors in the order in which they are added up, with an axis for the
-    problems and for each variable of `scope`.
+    """Return the tables of factors in the order in which they are added up: the smallest, then
+    always the one that widens the sum least. They have an axis for the problems and for each
+    variable of `scope`, of size 1 for those that they lack.
     """
     axis = {v: i for i, v in enumerate(scope)}
     waiting: list[np.ndarray] = []
@@ -446,8 +458,14 @@ def _through_layouts(
     factors: list[Factor],
     known: dict[tuple, np.ndarray],
 ) -> bool:
-    """Add variables for the distinct layouts at both ends, tied to the choices, and one table over
-    them. Return False if that would be too large.
+    """Add variables for the distinct layouts at both ends of a transfer, tied to the choices, and
+    one table over them. Return False, with nothing added, if that would be too large.
+
+    Args:
+        cost: [source, target] of the transfer.
+        sizes: of all variables; gets those of the new ones.
+        factors: gets the new ones.
+        known: tables of earlier calls, by their content.
     """
     ends = [(transfer.producer, np.asarray(transfer.source))]
     ends += [(use.choice, np.asarray(use.layout)) for use in transfer.uses]

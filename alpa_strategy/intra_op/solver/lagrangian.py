@@ -112,7 +112,12 @@ def best_price(
 
 def splice(problem: Problem, over: Solution, under: Solution, near: "Neighbourhood") -> Solution:
     """Return the first choices (in the order of the graph) of one point and the last of the other,
-    as many of `over` as fit.
+    as many of `over` as fit, improved by single moves.
+
+    Args:
+        over: a point above the memory limit.
+        under: one within it, which is never slower than the result.
+        near: of the problem.
 
     In a deep model of equal layers the two points differ in every layer and are connected
     throughout, so that no group of choices can be exchanged alone. But a run of layers can, and
@@ -199,8 +204,14 @@ class Neighbourhood:
 
 
 def repair(problem: Problem, assignment: Sequence[int], near: Neighbourhood) -> list[int] | None:
-    """Return an assignment that was brought under the memory limit by the cheapest moves per byte,
-    then improved within the limit; None if single moves do not suffice.
+    """Bring an assignment under the memory limit by the cheapest moves per byte, and improve it
+    within the limit. A move changes one choice.
+
+    Args:
+        near: of the problem.
+
+    Returns:
+        A new assignment; None if single moves do not suffice.
     """
     current = list(assignment)
     if not np.isfinite(evaluate(problem, current)[0]):

@@ -99,6 +99,10 @@ def _solve_within(
 
     Solvers count wall time: where others had the processor and time ran out, the program is solved
     once more with their time added, so that a plan does not depend on how busy the machine is.
+
+    Args:
+        solver: number of the solver in MathOpt.
+        model, parameters, result_filter: MathOpt's messages; the time limit of `parameters` is set.
     """
     from ortools.math_opt import callback_pb2, parameters_pb2, result_pb2
     from ortools.math_opt.core.python import solver as core
@@ -121,7 +125,7 @@ def _solve_within(
 
 
 def _model(program: LinearProgram, integer: bool) -> "ModelProto":
-    """Return the program as MathOpt's message."""
+    """Return the program as MathOpt's message: its relaxation, unless `integer`."""
     from ortools.math_opt import model_pb2
     from ortools.math_opt.sparse_containers_pb2 import (
         SparseDoubleMatrixProto,

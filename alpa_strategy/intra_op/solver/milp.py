@@ -166,7 +166,7 @@ class _Columns:
         self.upper: list[np.ndarray] = []
 
     def add(self, seconds: np.ndarray, num_bytes: np.ndarray, upper: np.ndarray) -> np.ndarray:
-        """Add columns, and return their numbers."""
+        """Add columns between 0 and `upper`, and return their numbers. All arrays: [column]."""
         columns = np.arange(self.num, self.num + len(seconds))
         self.num += len(seconds)
         self.seconds.append(seconds)
@@ -226,9 +226,10 @@ def _add_use(
     number: int,
     shared: np.ndarray | None,
 ) -> None:
-    """Add w[p, q]: use `number` gets the value from source p in target q.
+    """Add w[p, q]: use `number` of a transfer gets the value from source p in target q.
 
     Args:
+        columns, entries: get the block's columns and rows.
         shared: [source, target] columns of z, which have the cost; None if no other use shares it.
     """
     cost = np.asarray(transfer.cost, float)
@@ -266,7 +267,13 @@ def _add_use(
 def _in_order(
     entries: list[tuple[np.ndarray, np.ndarray, np.ndarray]], num_columns: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return rows, columns and values of all non-zeros, row by row and in each row by column."""
+    """Return rows, columns and values of all non-zeros, row by row and in each row by column.
+    Several for one place are added up.
+
+    Args:
+        entries: (rows, columns, values) of blocks.
+        num_columns: of the program.
+    """
     row, column, value = (np.concatenate(part) for part in zip(*entries, strict=True))
     place = row * num_columns + column
     order = place.argsort(kind="stable")

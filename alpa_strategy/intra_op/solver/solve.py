@@ -197,7 +197,9 @@ def _operand_costs(
 
 
 def _minimise(problem: Problem, deadline: float) -> Incumbent:
-    """Return the optimum without the memory limit."""
+    """Return the optimum without the memory limit. Its assignment is None if every one is forbidden
+    (the bound is then inf), or if `deadline`, as of `time.process_time()`, has come.
+    """
     reduced = presolve(replace(problem, memory_limit=float("inf")))
     if any(len(choice.cost) == 0 for choice in reduced.problem.choices):
         return Incumbent(None, np.inf, "presolve")
@@ -241,7 +243,11 @@ def _or_one(value: float) -> float:
 
 def _least(problem: Problem, priced: PricedProblem, deadline: float) -> Incumbent:
     """Return the assignment with the fewest bytes among those of finite cost (ties: fewest
-    seconds).
+    seconds). Its bound is one of the bytes.
+
+    Args:
+        priced: of the problem.
+        deadline: time.process_time() at which to stop; the assignment may then be None.
     """
     most_bytes = 0.0
     most_seconds = 0.0
@@ -269,6 +275,12 @@ def _solve_limited(
 ) -> Solution:
     """Solve a problem whose memory limit binds: price, splice, prune by reduced cost, then solve
     the rest as a MIP.
+
+    Args:
+        free: the optimum without the limit, which does not fit.
+        least: the assignment with the fewest bytes, which fits.
+        deadline: time.process_time() at which the best so far is returned.
+        cutoff, tolerance: as of `solve`, which also says when NoCheaperSolution is raised.
     """
     assert free.assignment is not None
 
@@ -333,7 +345,16 @@ def _excess(priced: PricedProblem, dual: Dual) -> list[np.ndarray] | None:
 def _by_program(
     problem: Problem, deadline: float, incumbent: list[int] | None = None, tolerance: float = PROVED
 ) -> Incumbent:
-    """Solve the LP relaxation, then the MIP if the relaxation is fractional."""
+    """Solve the LP relaxation, then the MIP if the relaxation is fractional.
+
+    Args:
+        deadline: time.process_time() at which to stop.
+        incumbent: an assignment that is known.
+        tolerance: the relative gap at which to stop.
+
+    Returns:
+        The best assignment, None if there is none, with a lower bound of all in seconds.
+    """
     program = formulate(problem)
     relaxed, mass = solve_program(program, integer=False, time_limit=deadline - time.process_time())
     if np.isposinf(relaxed):

@@ -30,6 +30,9 @@ def solve_stored(
     """Return the result of `solve`, or the one that an interrupted planning stored for equal
     arguments.
 
+    Args:
+        results: of the planning, which stores the result. The others are those of `solve`.
+
     Raises:
         NoCheaperSolution, PlanError: as `solve`.
     """
