@@ -65,8 +65,7 @@ class Schedule:
     # Whether the planner tries it if the user requests no schedule.
     is_searched: bool = False
 
-    # Bubble in the `closed_form` of a step's time, as a multiple of the bubble of 1F1B. None: equal
-    # stages are simulated.
+    # Bubble in the `closed_form` of a step, as a multiple of 1F1B's. None: stages are simulated.
     bubble: float | None = None
 
     # (num_meshes, num_microbatches, stages per mesh) -> the result of `in_flight` in closed form.
