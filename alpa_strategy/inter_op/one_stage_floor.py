@@ -60,15 +60,20 @@ def _least_on(job: StageCostTask, layers: UnpricedLayers, shared_seconds: float)
     scale = shared_seconds / limit
     prices = [FloorPrice(scale * multiple, 1.0, 1.0, 0.0) for multiple in multiples]
 
-    of_kinds: list[np.ndarray] = []
-    for problem, passing in zip(layers.problems, layers.passing, strict=True):
-        visible = _without_hidden(problem, job.cluster.overlap)
-        of_kinds.append(layer_floors(visible, prices, job.num_microbatches, passing))
-    # [price]
-    seconds = np.sum([of_kinds[kind] for kind in layers.kinds], axis=0)
     # The price of all bytes that there are.
     paid = shared_seconds * np.array(multiples)
-    return float((seconds - paid).max())
+    overlap = job.cluster.overlap
+    least = 0.0
+    # No more is hidden than there is communication, nor than there is computation.
+    for shown in (_without_hidden, _without_hiding) if 0 < overlap < 1 else (_without_hidden,):
+        of_kinds: list[np.ndarray] = []
+        for problem, passing in zip(layers.problems, layers.passing, strict=True):
+            visible = shown(problem, overlap)
+            of_kinds.append(layer_floors(visible, prices, job.num_microbatches, passing))
+        # [price]
+        seconds = np.sum([of_kinds[kind] for kind in layers.kinds], axis=0)
+        least = max(least, float((seconds - paid).max()))
+    return least
 
 
 def _without_hidden(problem: LayerProblem, overlap: float) -> LayerProblem:
@@ -85,6 +90,32 @@ def _without_hidden(problem: LayerProblem, overlap: float) -> LayerProblem:
         visible = choices[index].once - share * _seconds_once(intra, index, kinds)
         choices[index] = replace(choices[index], once=np.maximum(visible, 0.0))
     return replace(problem, choices=tuple(choices))
+
+
+def _without_hiding(problem: LayerProblem, overlap: float) -> LayerProblem:
+    """Return a layer's problem with all of its communication, and without the share of its
+    computation that may hide some of it.
+
+    Args:
+        problem: of `without_hidden_gathers`, which is undone.
+        overlap: the cluster's, below 1.
+    """
+    shown = 1 - overlap
+    intra = problem.stage.intra
+    choices = list(problem.choices)
+    first_op = len(intra.parameters)
+    for index in range(first_op, first_op + len(intra.ops)):
+        costs = choices[index]
+        choices[index] = replace(
+            costs, forward=shown * costs.forward, backward=shown * costs.backward
+        )
+
+    transfers = []
+    for costs, gathered in zip(problem.transfers, problem.gathered, strict=True):
+        if gathered is not None:
+            costs = replace(costs, forward=costs.forward / shown, backward=costs.backward / shown)
+        transfers.append(costs)
+    return replace(problem, choices=tuple(choices), transfers=tuple(transfers))
 
 
 def _seconds_once(intra: IntraOp, index: int, kinds: Collection[str]) -> np.ndarray:
