@@ -54,6 +54,23 @@ class _Communication:
             self.used_backward += seconds
 
 
+def without_hidden(
+    intra: IntraOp, assignment: Sequence[int], cost: StageCost, prefetch: bool | None
+) -> StageCost:
+    """Return the cost of an assignment without the seconds that overlap with computation; unchanged
+    on a cluster without `overlap`.
+
+    Args:
+        cost: with sums of seconds.
+        prefetch: as of `stage_problem.cost_of`.
+    """
+    if not intra.mesh.overlap:
+        return cost
+    if prefetch is None:
+        return without_reductions(intra, assignment, cost)
+    return without_prefetched(intra, assignment, cost, gathers_early=prefetch)
+
+
 def without_reductions(intra: IntraOp, assignment: Sequence[int], cost: StageCost) -> StageCost:
     """Return the cost of a stage of a pipeline: gradients are reduced during the backward of the
     last micro-batch.

@@ -173,11 +173,14 @@ def unpriced_layers(
     submesh: tuple[int, int],
     shape: tuple[int, ...],
     has_per_step_ops: bool = True,
+    hides_gathers: bool = True,
 ) -> UnpricedLayers:
     """Build the problem of every kind of layer on one logical mesh.
 
     Args:
         has_per_step_ops: whether some ops run once for all micro-batches.
+        hides_gathers: whether layers of one stage on all devices are without the communication that
+            may be hidden (`without_hidden_gathers`).
     """
     tables = job.option_tables(submesh, shape)
     mesh = tables.mesh
@@ -196,7 +199,7 @@ def unpriced_layers(
         if on_host:
             intra = with_offload(intra, on_host)
         problem = follow_leaders(take_apart(intra), ends[first])
-        if mesh.num_devices == job.cluster.num_devices:
+        if hides_gathers and mesh.num_devices == job.cluster.num_devices:
             # No pipeline has such a stage.
             problem = without_hidden_gathers(problem, mesh.overlap)
         problems.append(problem)

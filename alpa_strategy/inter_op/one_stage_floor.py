@@ -14,7 +14,7 @@ from dataclasses import replace
 import numpy as np
 
 from alpa_strategy.inter_op.floors import FloorPrice, layer_floors, least_working
-from alpa_strategy.inter_op.layer_matrix import LayerProblem
+from alpa_strategy.inter_op.layer_matrix import LayerProblem, without_hidden_gathers
 from alpa_strategy.inter_op.layer_pricing import UnpricedLayers, unpriced_layers
 from alpa_strategy.inter_op.mesh_options import allowed_shapes
 from alpa_strategy.inter_op.stage_costs import StageCostTask
@@ -40,7 +40,7 @@ def least_one_stage_seconds(job: StageCostTask, shared_seconds: float) -> float:
     submesh = (job.cluster.num_nodes, job.cluster.devices_per_node)
     least = math.inf
     for shape in allowed_shapes(job.cluster, job.options, submesh):
-        layers = unpriced_layers(job, submesh, shape, has_per_step_ops=False)
+        layers = unpriced_layers(job, submesh, shape, has_per_step_ops=False, hides_gathers=False)
         least = min(least, _least_on(job, layers, shared_seconds))
     return least
 
@@ -65,7 +65,7 @@ def _least_on(job: StageCostTask, layers: UnpricedLayers, shared_seconds: float)
     overlap = job.cluster.overlap
     least = 0.0
     # No more is hidden than there is communication, nor than there is computation.
-    for shown in (_without_hidden, _without_hiding) if 0 < overlap < 1 else (_without_hidden,):
+    for shown in (_without_hidden, _without_hiding) if overlap else (_without_hidden,):
         of_kinds: list[np.ndarray] = []
         for problem, passing in zip(layers.problems, layers.passing, strict=True):
             visible = shown(problem, overlap)
@@ -77,11 +77,12 @@ def _least_on(job: StageCostTask, layers: UnpricedLayers, shared_seconds: float)
 
 
 def _without_hidden(problem: LayerProblem, overlap: float) -> LayerProblem:
-    """Return a layer's problem without the share of collectives once per step that may be hidden
-    behind computation (`beside_compute.without_prefetched`).
+    """Return a layer's problem without the share of the communication of parameters that may be
+    hidden behind computation (`beside_compute.without_prefetched`).
 
     Without `overlap`, all reductions of gradients may be (`one_stage.hidden_seconds`).
     """
+    problem = without_hidden_gathers(problem, overlap)
     intra = problem.stage.intra
     share = overlap or 1.0
     kinds = (*REDUCTIONS, "all_gather") if overlap else REDUCTIONS
@@ -95,10 +96,6 @@ def _without_hidden(problem: LayerProblem, overlap: float) -> LayerProblem:
 def _without_hiding(problem: LayerProblem, overlap: float) -> LayerProblem:
     """Return a layer's problem with all of its communication, and without the share of its
     computation that may hide some of it.
-
-    Args:
-        problem: of `without_hidden_gathers`, which is undone.
-        overlap: the cluster's, below 1.
     """
     shown = 1 - overlap
     intra = problem.stage.intra
@@ -109,13 +106,7 @@ def _without_hiding(problem: LayerProblem, overlap: float) -> LayerProblem:
         choices[index] = replace(
             costs, forward=shown * costs.forward, backward=shown * costs.backward
         )
-
-    transfers = []
-    for costs, gathered in zip(problem.transfers, problem.gathered, strict=True):
-        if gathered is not None:
-            costs = replace(costs, forward=costs.forward / shown, backward=costs.backward / shown)
-        transfers.append(costs)
-    return replace(problem, choices=tuple(choices), transfers=tuple(transfers))
+    return replace(problem, choices=tuple(choices))
 
 
 def _seconds_once(intra: IntraOp, index: int, kinds: Collection[str]) -> np.ndarray:

@@ -14,7 +14,7 @@ from functools import cached_property
 import numpy as np
 
 from alpa_strategy.cost.flops import is_view
-from alpa_strategy.inter_op.beside_compute import without_prefetched, without_reductions
+from alpa_strategy.inter_op.beside_compute import without_hidden
 from alpa_strategy.inter_op.stage_cost import StageCost
 from alpa_strategy.intra_op.build import IntraOp, build
 from alpa_strategy.intra_op.memory_choices import result_bytes
@@ -380,16 +380,15 @@ def cost_of(
         prefetch: of a stage on all devices, whether there is memory to gather parameters before
             they are used; None for stages of pipelines.
     """
-    cost = _sums(stage, assignment, working)
-    if not stage.intra.mesh.overlap:
-        return cost
-    if prefetch is None:
-        return without_reductions(stage.intra, assignment, cost)
-    return without_prefetched(stage.intra, assignment, cost, gathers_early=prefetch)
+    cost = summed_costs(stage, assignment, working)
+    return without_hidden(stage.intra, assignment, cost, prefetch)
 
 
-def _sums(stage: StageProblem, assignment: Sequence[int], working: float) -> StageCost:
-    """Return the summed costs of an assignment. Args: as of `cost_of`."""
+def summed_costs(stage: StageProblem, assignment: Sequence[int], working: float) -> StageCost:
+    """Return the costs of an assignment with the seconds of everything that may overlap.
+
+    Args: as of `cost_of`.
+    """
     # The last two: of PER_STEP and EVERY_SPAN.
     total = np.zeros(6)
     again = np.zeros(stage.num_spans + 2)

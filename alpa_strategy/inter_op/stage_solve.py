@@ -13,6 +13,7 @@ from functools import cached_property, partial
 import numpy as np
 
 from alpa_strategy.errors import DoesNotFitError, PlanError
+from alpa_strategy.inter_op.beside_compute import without_hidden
 from alpa_strategy.inter_op.equal_layers import structure
 from alpa_strategy.inter_op.mesh_options import options_of_part
 from alpa_strategy.inter_op.stage_cost import StageCost, whole_bytes
@@ -24,6 +25,7 @@ from alpa_strategy.inter_op.stage_problem import (
     balanced_groups,
     cost_of,
     stage_build,
+    summed_costs,
     take_apart,
     weighted,
 )
@@ -391,10 +393,11 @@ class StageSolver:
         """
         stage = priced.unrestricted(fitted.starts)
         assignment = fitted.solution.assignment
-        cost = cost_of(stage, assignment, fitted.temporary_bytes)
+        cost = summed_costs(stage, assignment, fitted.temporary_bytes)
         prefetched_bytes = self._prefetched_bytes(stage.intra, fitted, cost, priced.request)
-        if math.prod(priced.request.submesh) == self.job.cluster.num_devices:
-            cost = cost_of(stage, assignment, fitted.temporary_bytes, prefetched_bytes > 0)
+        is_alone = math.prod(priced.request.submesh) == self.job.cluster.num_devices
+        prefetch = prefetched_bytes > 0 if is_alone else None
+        cost = without_hidden(stage.intra, assignment, cost, prefetch)
         plan = replace(
             self._plan(stage.intra, fitted, cost, priced.request, prefetched_bytes),
             recompute_per_microbatch=priced.recompute_per_microbatch,

@@ -434,12 +434,7 @@ def constant_values(step: StepGraph) -> frozenset[int]:
 
     Every device computes them in full: they are little work, and no layout has to be chosen.
     """
-    values = {constant_input.value for constant_input in step.constant_inputs}
-    values.update(step.received_constants)
-    for op in step.ops:
-        if values.issuperset(op.operands) and not is_random(op.call):
-            values.update(op.results)
-    return frozenset(values)
+    return step.values_of_constants(lambda call: not is_random(call))
 
 
 def kept_values(step: StepGraph, ops: Sequence[OpOptions], constants: frozenset[int]) -> set[int]:

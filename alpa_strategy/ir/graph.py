@@ -8,7 +8,7 @@ the **global** batch: the step as one device runs it.
 import hashlib
 import json
 import re
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import cached_property, partial
 from typing import Any
@@ -450,14 +450,21 @@ class StepGraph:
     @cached_property
     def made_of_constants(self) -> frozenset[int]:
         """Values of ops that are made of buffers and constants alone, without random numbers."""
-        constants = {constant.value for constant in self.constant_inputs}
-        constants.update(self.received_constants)
-        results: set[int] = set()
+        values = self.values_of_constants(lambda call: call.is_deterministic)
+        return values.intersection(self.makers)
+
+    def values_of_constants(self, is_repeatable: Callable[[OpCall], bool]) -> frozenset[int]:
+        """Return buffers, constants, and the values that are computed from these alone.
+
+        Args:
+            is_repeatable: whether a call has the same results for the same operands.
+        """
+        values = {constant.value for constant in self.constant_inputs}
+        values.update(self.received_constants)
         for op in self.ops:
-            if constants.issuperset(op.operands) and op.call.is_deterministic:
-                constants.update(op.results)
-                results.update(op.results)
-        return frozenset(results)
+            if values.issuperset(op.operands) and is_repeatable(op.call):
+                values.update(op.results)
+        return frozenset(values)
 
     def name_of(self, value: int) -> str:
         """Return the name of a value: of the parameter that it is made of, or of its op."""

@@ -9,6 +9,7 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 from torch.nn.parameter import is_lazy
 
 from alpa_strategy.errors import OptionError, SetupError
+from alpa_strategy.ir.guards import MISSING
 from alpa_strategy.ir.user_code import is_user_code, mentioned_names
 
 _OTHER_PRECISIONS = (
@@ -26,8 +27,6 @@ AFTER_BACKWARD = (
 )
 # Hooks between a step and the update of its weights.
 UPDATE_HOOKS = ("on_before_backward", "backward", *AFTER_BACKWARD)
-
-_MISSING = object()
 
 
 def check_module(module: Any) -> None:
@@ -96,8 +95,8 @@ def check_optimizers(optimizers: Iterable[Any]) -> None:
 def is_overridden(owner: Any, name: str, base: type) -> bool:
     """Whether `owner` has a hook `name` that differs from that of `base`."""
     # Runs at every step, so no bound method is made.
-    hook = owner.__dict__.get(name, _MISSING)
-    if hook is _MISSING:
+    hook = owner.__dict__.get(name, MISSING)
+    if hook is MISSING:
         hook = getattr(type(owner), name, None)
     of_base = getattr(base, name, None)
     return hook is not of_base and hook is not None and _function(hook) is not of_base

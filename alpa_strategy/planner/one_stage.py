@@ -170,13 +170,19 @@ def _or_named(task: PlanTask, plan: Plan, named: Mapping[str, Plan]) -> Plan:
     """Return `plan`, or one of the named plans whose communication is hidden, which the integer
     program does not see.
     """
-    zero3 = named.get("zero3")
-    if zero3 is not None and zero3.predicted.step_seconds < plan.predicted.step_seconds:
-        plan = replace(zero3, notes=(*zero3.notes, ZERO3_NOTE))
+    if "zero3" in named:
+        plan = or_zero3(plan, named["zero3"])
     data_parallel = named.get("data")
     if data_parallel is not None:
         plan = _or_data_parallel(task, plan, data_parallel)
     return plan
+
+
+def or_zero3(plan: Plan, zero3: Plan) -> Plan:
+    """Return `plan`, or `zero3` with a note if it is predicted to be faster."""
+    if zero3.predicted.step_seconds >= plan.predicted.step_seconds:
+        return plan
+    return replace(zero3, notes=(*zero3.notes, ZERO3_NOTE))
 
 
 def _or_data_parallel(task: PlanTask, plan: Plan, data_parallel: Plan) -> Plan:

@@ -30,9 +30,9 @@ from alpa_strategy.planner.explain import explain
 from alpa_strategy.planner.figures import with_figures
 from alpa_strategy.planner.microbatch_search import microbatch_counts
 from alpa_strategy.planner.one_stage import (
-    ZERO3_NOTE,
     hidden_seconds,
     may_choose_freely,
+    or_zero3,
     plan_one_stage,
     recomputes_or_offloads,
 )
@@ -355,9 +355,7 @@ def _one_stage(task: PlanTask) -> Plan:
         flat = (task.cluster.num_devices,)
         zero3 = replace(options, parallel="zero3", logical_mesh=flat)
         with suppress(PlanError):
-            other = plan_pipeline(replace(task, options=zero3))
-            if other.predicted.step_seconds < plan.predicted.step_seconds:
-                plan = _with_note(other, ZERO3_NOTE)
+            plan = or_zero3(plan, plan_pipeline(replace(task, options=zero3)))
     return replace(plan, fingerprint=task.fingerprint)
 
 
