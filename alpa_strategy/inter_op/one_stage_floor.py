@@ -24,24 +24,26 @@ from alpa_strategy.intra_op.options import REDUCTIONS, bucketed_seconds, step_co
 from alpa_strategy.options import BUCKET_BYTES
 
 # Prices of memory, as multiples of the seconds per byte of a step that all devices share evenly.
-MULTIPLES = (0.0, 0.1, 0.3, 1.0, 3.0, 10.0, 100.0)
+MULTIPLES = (0.0, 0.1, 0.3, 1.0, 3.0, 5.0, 10.0, 100.0)
 
 
-def least_one_stage_seconds(job: StageCostTask, shared_seconds: float) -> float:
-    """Return a lower bound of the seconds of a step in one stage over all devices, which computes
-    the batch at once and recomputes nothing.
+def least_one_stage_seconds(
+    job: StageCostTask, shared_seconds: float
+) -> dict[tuple[int, ...], float]:
+    """Return logical mesh -> a lower bound of the seconds of a step in one stage over all devices,
+    which computes the batch at once and recomputes nothing.
 
-    It is far above `shared_seconds` if such a stage needs more memory than there is.
+    A bound is far above `shared_seconds` if such a stage needs more memory than there is.
 
     Args:
         job: of one micro-batch, split into layers.
         shared_seconds: of the step's ops if the devices shared them evenly.
     """
     submesh = (job.cluster.num_nodes, job.cluster.devices_per_node)
-    least = math.inf
+    least: dict[tuple[int, ...], float] = {}
     for shape in allowed_shapes(job.cluster, job.options, submesh):
         layers = unpriced_layers(job, submesh, shape, has_per_step_ops=False, hides_gathers=False)
-        least = min(least, _least_on(job, layers, shared_seconds))
+        least[shape] = _least_on(job, layers, shared_seconds)
     return least
 
 

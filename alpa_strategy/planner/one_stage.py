@@ -8,7 +8,7 @@ and ZeRO-3 if it is faster with what the run hides.
 
 import math
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from traceback import clear_frames
 
@@ -38,7 +38,10 @@ BACKWARD_SHARE = 2 / 3
 
 
 def plan_one_stage(
-    task: PlanTask, pinned: Mapping[str, ParameterPlan] | None = None, by_tensor: bool = True
+    task: PlanTask,
+    pinned: Mapping[str, ParameterPlan] | None = None,
+    by_tensor: bool = True,
+    without: Collection[tuple[int, ...]] = (),
 ) -> Plan:
     """Return the best single stage over all devices.
 
@@ -50,6 +53,7 @@ def plan_one_stage(
         pinned: layouts of parameters to keep, by name; `options.logical_mesh` must then be the
             running plan's.
         by_tensor: whether single activations may be recomputed if the options leave that open.
+        without: logical meshes to leave out.
 
     Raises:
         PlanError: nothing fits, with the reason for every logical mesh.
@@ -57,15 +61,20 @@ def plan_one_stage(
     pins = sorted((pinned or {}).items())
     return task.results.get(
         "plan",
-        key=lambda: Key(whole_batch(task).content, task.fingerprint.digest, pins, by_tensor),
-        compute=lambda: _plan_one_stage(task, pinned, by_tensor),
+        key=lambda: Key(
+            whole_batch(task).content, task.fingerprint.digest, pins, by_tensor, *without
+        ),
+        compute=lambda: _plan_one_stage(task, pinned, by_tensor, without),
         encode=Plan.to_dict,
         decode=plan_of_record,
     )
 
 
 def _plan_one_stage(
-    task: PlanTask, pinned: Mapping[str, ParameterPlan] | None, by_tensor: bool
+    task: PlanTask,
+    pinned: Mapping[str, ParameterPlan] | None,
+    by_tensor: bool,
+    without: Collection[tuple[int, ...]],
 ) -> Plan:
     """Return the best plan of one stage.
 
@@ -73,6 +82,7 @@ def _plan_one_stage(
         task: the task.
         pinned: parameter plans that stay; None for a free choice, which has baselines.
         by_tensor: whether single results may be recomputed.
+        without: logical meshes to leave out.
     """
     fingerprint = task.fingerprint
     if task.options.remat is None and not by_tensor:
@@ -81,7 +91,7 @@ def _plan_one_stage(
 
     solver = StageSolver(whole_batch(task))
     spent: dict[str, float] = defaultdict(float)
-    best = _solve_meshes(task, solver, pinned or {}, spent)
+    best = _solve_meshes(task, solver, pinned or {}, without, spent)
 
     baselines: dict[str, SolvedStage | None] = {}
     with task.progress("baselines"), timed(spent, "baselines"):
@@ -117,12 +127,14 @@ def _solve_meshes(
     task: PlanTask,
     solver: StageSolver,
     pinned: Mapping[str, ParameterPlan],
+    without: Collection[tuple[int, ...]],
     spent: dict[str, float],
 ) -> SolvedStage:
     """Return the best stage over all logical meshes; seconds by phase are added to `spent`.
 
     Args:
         pinned: plans of parameters that are stored already, by name.
+        without: logical meshes to leave out.
 
     Raises:
         PlanError: nothing fits on any mesh.
@@ -130,6 +142,8 @@ def _solve_meshes(
     failures: Failures = []
     priced: list[tuple[str, PricedStage]] = []
     for shape in logical_shapes(task.options, task.cluster):
+        if shape in without:
+            continue
         label = "x".join(map(str, shape))
         with task.progress(f"price mesh {label}"), timed(spent, f"price {label}"):
             try:

@@ -2,9 +2,11 @@
 
 On thousands of devices one stage is mostly far slower than a pipeline, or does not fit, and solving
 it on every logical mesh takes as long as the search for pipelines. So its seconds are bounded
-first; it is solved only if it may be the plan.
+first; it is solved only on the logical meshes on which it may be the plan.
 """
 
+import math
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
@@ -34,13 +36,36 @@ class PipelineFirst:
 
     Attributes:
         pipeline: the best one; None: there is none.
-        least_seconds: that one stage takes at least.
-        is_better: whether the pipeline is the plan whatever one stage takes.
+        least_seconds: logical mesh -> the seconds that one stage takes at least.
+        slower_meshes: the logical meshes on which the pipeline is better than one stage.
     """
 
     pipeline: Plan | None
-    least_seconds: float
-    is_better: bool
+    least_seconds: Mapping[tuple[int, ...], float]
+    slower_meshes: frozenset[tuple[int, ...]] = frozenset()
+
+    @property
+    def is_better(self) -> bool:
+        """Whether the pipeline is the plan whatever one stage takes."""
+        return self.pipeline is not None and len(self.slower_meshes) == len(self.least_seconds)
+
+    @property
+    def noted_pipeline(self) -> Plan | None:
+        """The pipeline, with a note that says why it is the plan if one stage does not fit on other
+        meshes than `slower_meshes`; None: there is no pipeline.
+        """
+        if self.pipeline is None or len(self.pipeline.stages) == 1:
+            return self.pipeline
+        note = "a pipeline: one stage does not fit"
+        if self.slower_meshes:
+            factor = self.least_on_slower_meshes / self.pipeline.predicted.step_seconds
+            note += f", or would take at least {factor:.2f}x as long"
+        return replace(self.pipeline, notes=(*self.pipeline.notes, note))
+
+    @property
+    def least_on_slower_meshes(self) -> float:
+        """The seconds that one stage takes at least on `slower_meshes`; inf if there are none."""
+        return min((self.least_seconds[shape] for shape in self.slower_meshes), default=math.inf)
 
 
 def search_pipeline_first(
@@ -54,7 +79,9 @@ def search_pipeline_first(
         margin: by which a pipeline must be faster.
     """
     with task.progress("bound of one stage"):
-        least_seconds = (1 - APPROXIMATION) * _least_seconds(task, shared_seconds)
+        bounds = _least_seconds(task, shared_seconds)
+    least_on = {shape: (1 - APPROXIMATION) * seconds for shape, seconds in bounds.items()}
+    least_seconds = min(least_on.values(), default=math.inf)
     if shared_seconds > (1 - screen) * least_seconds or is_short(task, least_seconds):
         return None
 
@@ -63,25 +90,24 @@ def search_pipeline_first(
     with suppress(PlanError):
         pipeline = plan_pipeline(task.for_stages(), several=several)
     if pipeline is None:
-        return PipelineFirst(None, least_seconds, False)
-    is_better = pipeline.predicted.step_seconds <= (1 - margin) * least_seconds
-    if is_better and len(pipeline.stages) > 1:
-        factor = least_seconds / pipeline.predicted.step_seconds
-        slower = f"would take at least {factor:.2f}x as long"
-        note = f"a pipeline: one stage does not fit, or {slower}"
-        pipeline = replace(pipeline, notes=(*pipeline.notes, note))
-    return PipelineFirst(pipeline, least_seconds, is_better)
+        return PipelineFirst(None, least_on)
+
+    pipeline_seconds = pipeline.predicted.step_seconds
+    slower_meshes = frozenset(
+        shape for shape, seconds in least_on.items() if pipeline_seconds <= (1 - margin) * seconds
+    )
+    return PipelineFirst(pipeline, least_on, slower_meshes)
 
 
-def _least_seconds(task: PlanTask, shared_seconds: float) -> float:
+def _least_seconds(task: PlanTask, shared_seconds: float) -> dict[tuple[int, ...], float]:
     """Return `least_one_stage_seconds` of the task, or what an interrupted planning has stored."""
     job = _whole_batch_in_layers(task)
     return task.results.get(
         "least",
         key=lambda: Key(job.content, shared_seconds),
         compute=lambda: least_one_stage_seconds(job, shared_seconds),
-        encode=lambda seconds: {"seconds": seconds},
-        decode=lambda record: float(record["seconds"]),
+        encode=lambda seconds: {"seconds": [[*pair] for pair in seconds.items()]},
+        decode=lambda record: {tuple(shape): float(bound) for shape, bound in record["seconds"]},
     )
 
 

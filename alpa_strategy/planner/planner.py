@@ -6,6 +6,7 @@ stages, both by the same costs. This file decides which of the two is searched a
 It needs no process groups and no Trainer.
 """
 
+import math
 import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext, suppress
@@ -256,13 +257,14 @@ def _choose(task: PlanTask) -> Plan:
         if is_open and not task.options.baselines:
             ideal_seconds = divided_seconds(task.step, task.cluster, task.op_costs)
             first = search_pipeline_first(task, ideal_seconds, SCREEN, MARGIN)
-            if first is not None and first.is_better and first.pipeline is not None:
-                return first.pipeline
-        one = plan_one_stage(task, by_tensor=not is_open)
+            if first is not None and first.is_better and first.noted_pipeline is not None:
+                return first.noted_pipeline
+        without = sorted(first.slower_meshes) if first is not None else []
+        one = plan_one_stage(task, by_tensor=not is_open, without=without)
     except PlanError as error:
         # The tables of its frames are as large as all those to come.
         clear_frames(error.__traceback__)
-        return _plan_without_one_stage(task, error)
+        return _plan_without_one_stage(task, error, first)
 
     one = _or_in_microbatches(_or_on_devices(one, task), task)
     if task.cluster.num_devices == 1 or not _may_be_pipelined(task):
@@ -313,18 +315,28 @@ def _why_no_pipeline(task: PlanTask, one: Plan) -> str | None:
     return None
 
 
-def _plan_without_one_stage(task: PlanTask, error: PlanError) -> Plan:
+def _plan_without_one_stage(
+    task: PlanTask, error: PlanError, first: PipelineFirst | None = None
+) -> Plan:
     """Return a plan where no single stage could be solved: a pipeline, one stage that recomputes
     segments, or a pipeline with all state in host memory.
+
+    Args:
+        error: of the single stage.
+        first: the pipelines that were searched before; None: none were.
 
     Raises:
         PlanError: `error`, that of the single stage, if none of these fits either.
     """
     least_bytes = shared_bytes(task.step, task.cluster, task.optimizer)
+    pipeline = None if first is None else first.noted_pipeline
     if least_bytes <= task.memory_limit and _may_be_pipelined(task):
+        known = math.inf if pipeline is None else pipeline.predicted.step_seconds
         # If it fails, the error of the single stage describes the ordinary case.
         with suppress(PlanError):
-            return plan_pipeline(task.for_stages())
+            return plan_pipeline(task.for_stages(), known)
+    if pipeline is not None:
+        return pipeline
     if not isinstance(error, DoesNotFitError):
         raise error
 
@@ -422,13 +434,20 @@ def _faster(one: Plan, task: PlanTask, first: PipelineFirst | None = None) -> Pl
         one = replace(one, solver_seconds={**one.solver_seconds, **spent})
         return _with_note(one, f"no pipeline: none is faster by {MARGIN:.0%}")
 
+    # On some logical meshes one stage was bounded, not solved.
+    least_elsewhere = math.inf if first is None else first.least_on_slower_meshes
+    label, at_least = "one stage", ""
+    if least_elsewhere < seconds:
+        mesh = "x".join(map(str, one.stages[0].logical_mesh))
+        label, at_least = f"one stage on mesh {mesh}", "at least "
     pipeline = replace(
         pipeline,
-        baselines={"one stage": one.predicted.step_seconds, **one.baselines},
+        baselines={label: one.predicted.step_seconds, **one.baselines},
         solver_seconds={**one.solver_seconds, **pipeline.solver_seconds},
     )
-    factor = seconds / pipeline.predicted.step_seconds
-    return _with_note(pipeline, f"a pipeline: one stage would take {factor:.2f}x as long")
+    factor = min(seconds, least_elsewhere) / pipeline.predicted.step_seconds
+    note = f"a pipeline: one stage would take {at_least}{factor:.2f}x as long"
+    return _with_note(pipeline, note)
 
 
 def shared_bytes(step: StepGraph, cluster: ClusterSpec, optimizer: OptimizerInfo) -> float:

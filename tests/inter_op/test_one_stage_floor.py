@@ -47,7 +47,7 @@ def shared_seconds(task: PlanTask) -> float:
 def bound_of(task: PlanTask) -> float:
     cuts, _ = layers_of(task.step, task.cluster, task.options)
     job = stage_cost_task(task, task.step, cuts, 1, remat=False)
-    return least_one_stage_seconds(job, shared_seconds(task))
+    return min(least_one_stage_seconds(job, shared_seconds(task)).values())
 
 
 @pytest.mark.parametrize("overlap", slow_but((0.0, 0.75), (0.75,)))
@@ -78,9 +78,11 @@ def test_a_pipeline_that_is_taken_unseen_is_clearly_faster_than_one_stage():
     assert first.is_better
     assert first.pipeline is not None
     one = plan_one_stage(task, by_tensor=False)
-    assert first.least_seconds <= hidden_seconds(one, 0.05)
+    assert min(first.least_seconds.values()) <= hidden_seconds(one, 0.05)
     assert first.pipeline.predicted.step_seconds <= 0.9 * hidden_seconds(one, 0.05)
-    assert first.pipeline.notes[-1].startswith("a pipeline: one stage does not fit, or")
+    assert first.noted_pipeline is not None
+    note = first.noted_pipeline.notes[-1]
+    assert note.startswith("a pipeline: one stage does not fit, or would take at least")
 
 
 def test_no_pipeline_is_searched_if_one_stage_loses_little():
