@@ -225,6 +225,8 @@ class Memory:
     def _prefixes(self, view: View) -> list[ValueRef]:
         """Emit the ops of a view's chain on the present storage, and return the values along it:
         the storage first, the view itself last.
+
+        A CaptureError if an op of the chain is not supported.
         """
         values = [view.storage.value]
         for step in view.chain:
@@ -239,7 +241,8 @@ class Memory:
     def _scatter(
         self, step: ViewStep, before: ValueRef, changed: ValueRef, is_parameter: bool
     ) -> ValueRef:
-        """Emit and return `before` with the part that `step` views replaced by `changed`.
+        """Emit and return `before` with the part that `step` views replaced by `changed`;
+        CaptureError if that is impossible.
 
         Args:
             is_parameter: whether a parameter's memory is changed, which has no gradient then.

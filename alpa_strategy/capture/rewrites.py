@@ -304,9 +304,11 @@ class _FusedLinears:
         return None
 
     def parameter_chain(self, value: int) -> tuple[int, ...] | None:
-        """Return the values from `value` through dtype casts back to a parameter.
+        """Return the values from `value` through dtype casts back to a parameter, which is the
+        last.
 
-        None if it is no such value, or one of them is used twice.
+        None if there is no parameter at the end, or one of the values is used twice or leaves the
+        step.
         """
         chain = [value]
         while True:

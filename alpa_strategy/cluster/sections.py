@@ -122,7 +122,11 @@ def read_order(fields: Fields) -> str | Order:
 
 
 def read_table(data: Any, source: str, index: int) -> CommTable:
-    """Read `data`, the entry `index` of `tables` in the file `source`."""
+    """Read `data`, the entry `index` of `tables` in the file `source`.
+
+    Raises:
+        ClusterError: a field is missing or wrong; the message names it.
+    """
     fields = Fields(data, ("kind", "size", "stride", "points"), source, f"tables.{index}.")
     kind = fields.text("kind", f"one of {', '.join(COLLECTIVES)}")
     points = fields.items("points", "[[bytes, seconds], ...] with bytes ascending")

@@ -523,6 +523,9 @@ def _group_of(
         use: as for `lasting_group`.
         is_own: whether the group must not be `group`.
         local: whether its ranks alone make it, as those of a replica do.
+
+    Raises:
+        RuntimeMismatchError: this version of PyTorch has no groups in the order of `ranks`.
     """
     ascending = ranks == tuple(sorted(ranks))
     if len(ranks) == 1 or (len(ranks) == world_size(group) and not is_own and ascending):

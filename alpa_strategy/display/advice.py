@@ -152,7 +152,9 @@ def _gain(plan: Plan, saved_seconds: float) -> float:
 
 
 def _half_precision(plan: Plan) -> list[Change]:
-    """Return half precision, if the devices multiply faster in it."""
+    """Return the change to half precision; [] if the devices are not known to multiply faster in
+    it.
+    """
     figures = plan.figures
     if figures is None or figures.half_share is None:
         return []

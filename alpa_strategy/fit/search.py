@@ -426,7 +426,9 @@ class RegularSearch:
         return self._costs_alone[key]
 
     def _names(self, shape: tuple[int, ...]) -> list[tuple[str, ...]]:
-        """Return named plans that need less memory than the fastest one, an entry per mesh axis."""
+        """Return named plans that need less memory than the fastest one, an entry per mesh axis; []
+        if the user chose layouts.
+        """
         if self.task.options.parallel != "auto" or self.task.options.placements:
             return []
         others = len(shape) - 1

@@ -305,7 +305,8 @@ class _Search:
         )
 
     def _runs(self, a: int, is_last: bool) -> tuple[np.ndarray, np.ndarray]:
-        """Return [run] the layers [first, last) of the stages that are possible on submesh `a`.
+        """Return the stages that are possible on submesh `a`: their first layers [run], and the
+        layers after their last ones [run].
 
         Args:
             is_last: of the last stages of pipelines, otherwise of all others.

@@ -215,7 +215,9 @@ class _CollectiveTotal:
             self.num_as_large += 1
 
     def text(self, intra: IntraOp, names: Mapping[int, str]) -> str:
-        """Return the tensor of the largest message, and how many messages are as large."""
+        """Return the tensor of the largest message, and how many messages are as large; "" if there
+        is none.
+        """
         if self.largest is None:
             return ""
         moved, message = self.largest

@@ -54,6 +54,9 @@ VIEWS = (PLAIN_VIEWS | PART_VIEWS) - MAY_COPY
 def can_run_again(call: OpCall) -> bool:
     """Whether a second run of an op gives the same tensor, in memory of its own, for all values of
     the step's counters.
+
+    So not for views, random ops and ops with symbolic numbers. Ops without operands or with several
+    results are left out as well.
     """
     has_one_result = len(call.results) == 1 and not call.returns_tuple
     if not has_one_result or not call.operands:

@@ -261,6 +261,9 @@ class EagerRun(ShardedRun):
 
         Args:
             limit: bytes of a device that may be used.
+
+        Raises:
+            SetupError: the user named modules, and the extra that checkpoints them is switched off.
         """
         module, job = self.module, self._job
         # "selective" is for captured steps.

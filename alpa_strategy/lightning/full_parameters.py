@@ -173,7 +173,9 @@ class FullParameters:
         return self.store.gather_like(parameter, grad)
 
     def _gradient_summed_later(self, parameter: nn.Parameter, shape: torch.Size) -> Tensor | None:
-        """Return this rank's gradient that the ranks have not summed yet, in the full shape."""
+        """Return this rank's gradient that the ranks have not summed yet, in the full shape; None
+        if there is none.
+        """
         copy = self.store.summed_later(parameter)
         if copy is None or copy.grad is None:
             return None
@@ -299,6 +301,7 @@ def unshard_for_hooks(
     module: LightningModule, full_parameters: FullParameters, fits: Callable[[bool], str | None]
 ) -> AbstractContextManager[None]:
     """Return a context of a running training, in which hooks that read parameters see full ones.
+    Rank 0 warns if that is at every step.
 
     Args:
         module: the training's module.

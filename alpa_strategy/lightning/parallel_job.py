@@ -96,8 +96,11 @@ class ParallelJob(DDPStrategy):
 
     @override
     def _configure_launcher(self) -> None:
-        """Set the launcher; none for a single process, and none if a job manager starts the
-        ranks.
+        """Set the launcher; none for a single process, and none if a job manager starts the ranks.
+
+        Raises:
+            SetupError: there are several processes in an interactive session, and the start method
+                is not fork.
         """
         assert self.cluster_environment is not None
         # Without a launcher, a single process works in a notebook, too.

@@ -145,7 +145,7 @@ class Session:
     def _shard(
         self, module: Any, optimizers: Sequence[Optimizer], batch: Any, batch_idx: int
     ) -> "ShardedRun":
-        """Plan on `batch`, shard the full module and restore its state. Collective.
+        """Plan on `batch`, shard the full module, restore its state and print the plan. Collective.
 
         Returns:
             The run, which is the session's from now on.
@@ -240,6 +240,9 @@ class Session:
             batch: this rank's batch.
             batch_idx: its index in the epoch.
             eager_step: calls the module's own step.
+
+        Raises:
+            CaptureError: the step cannot be captured and may not run eagerly.
         """
         assert self.run is not None
         self.run.begin_check(batch)

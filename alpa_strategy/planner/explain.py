@@ -65,7 +65,8 @@ class _Subject:
 
 
 def _place(graph: StepGraph, plan: Plan, name: str) -> tuple[int, _Subject]:
-    """Return the stage of a parameter or op: the first, if several have it.
+    """Return the index of the stage of a parameter or op (the first, if several have it), and the
+    parameter or op.
 
     Raises:
         PlanError: there is none.

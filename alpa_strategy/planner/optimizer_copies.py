@@ -224,7 +224,11 @@ class LeftAlone(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
     def _check(self, written: Any) -> None:
-        """Check that no written tensor is a parameter of the optimizer that is copied."""
+        """Check that no written tensor is a parameter of the optimizer that is copied.
+
+        Raises:
+            RuntimeError: one is.
+        """
         for tensor in pytree.tree_leaves(written):
             is_real = isinstance(tensor, Tensor) and not tensor.is_meta
             if is_real and tensor.untyped_storage()._cdata in self._storages:

@@ -228,7 +228,8 @@ class _ReadRule:
 
 
 def read(rule: str, call: OpCall) -> "tuple[Split, ...] | None":
-    """Return the splits that `rule` gives for `call`; None when the call's ranks do not fit it.
+    """Return the splits that `rule` gives for `call`, one for each index that may be sharded; None
+    when the call's ranks do not fit it.
 
     Raises:
         ShardingError: as `parse`.

@@ -168,7 +168,8 @@ def _called(module: nn.Module, args: Any, kwargs: Any) -> Any:
 def plannable(
     module: LightningModule, calls: Sequence[Call], context: Context, unlike: Collection[str] = ()
 ) -> tuple[list[Call], list[str]]:
-    """Return the outermost recorded calls that can be captured, and why others cannot.
+    """Return the outermost recorded calls that can be captured, and why others cannot; any error of
+    capturing a call is such a reason.
 
     Args:
         calls: recorded calls, callers first.
