@@ -241,8 +241,8 @@ class Memory:
     def _scatter(
         self, step: ViewStep, before: ValueRef, changed: ValueRef, is_parameter: bool
     ) -> ValueRef:
-        """Emit and return `before` with the part that `step` views replaced by `changed`;
-        CaptureError if that is impossible.
+        """Emit `before` with the part that `step` views replaced by `changed`, or raise
+        CaptureError.
 
         Args:
             is_parameter: whether a parameter's memory is changed, which has no gradient then.
@@ -471,9 +471,14 @@ def new_value(
     meta: TensorMeta,
     detached: ValueRef,
 ) -> ValueRef:
-    """Emit what the call writes into a tensor of `meta`, whose dtype `in_its_dtype` gives it.
+    """Emit the value that a writing call gives to a tensor, and return it.
 
     Args:
+        write: the call, which writes in place or to `out`.
+        args: of the call, tensors as ValueRefs.
+        kwargs: as `args`.
+        meta: of the tensor that is written to. The value may have another dtype: see
+            `in_its_dtype`.
         detached: the tensor's old value without its gradient.
 
     Raises:

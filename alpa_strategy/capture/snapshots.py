@@ -328,7 +328,9 @@ def _restore_attributes(snapshot: Snapshot) -> None:
 
 
 def _state_of(value: Any) -> Any:
-    """Return a copy of the state of a random generator, an array or a tensor."""
+    """Return a copy of the state of a random generator, an array or a tensor, in a form that can be
+    compared.
+    """
     if isinstance(value, Tensor):
         return value.clone()
     if isinstance(value, (np.ndarray, *ARRAYS)):

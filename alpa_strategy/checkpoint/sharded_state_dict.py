@@ -202,7 +202,9 @@ def restore_state(
 
 
 def _local(value: Any, parameter: nn.Parameter, store: ParameterStore) -> Any:
-    """Return this rank's shard of a state value if it has the parameter's full shape, else all."""
+    """Return this rank's shard of a state value if it has the parameter's full shape, else a copy
+    of all. A parameter that is stepped in full gets all of it.
+    """
     if store.is_stepped_in_full(parameter):
         return state_in_full(value)
     if not isinstance(value, Tensor):

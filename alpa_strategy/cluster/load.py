@@ -96,7 +96,7 @@ class Fields:
         """Return the raw value of a field; `default` if it is missing.
 
         Raises:
-            ClusterError: it is missing and has no default.
+            ClusterError: it is missing and has no default, or is empty.
         """
         if key not in self.data and default is not None:
             return default

@@ -102,7 +102,9 @@ class AxisComm:
         self._shared = self._in_shared_memory() if self._is_gloo else None
 
     def all_reduce(self, tensor: Tensor, op: str = "sum") -> Tensor:
-        """Return the element-wise `sum` or `max` over the axis, the same bits on each device."""
+        """Return the `sum` or `max` over the axis, the same bits on each device; `tensor` if it is
+        one.
+        """
         if self.size == 1:
             return tensor
         # A sum of booleans is "any", as a maximum is.

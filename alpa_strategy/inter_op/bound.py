@@ -42,7 +42,7 @@ MAX_ENTRIES = 4_000_000
 
 def step_bound(space: StageSpace) -> float:
     """Return a lower bound of the seconds of a step, over all stages, meshes and layouts of
-    `space`.
+    `space`; 0 if there are none that fit.
     """
     job = space.job
     costs = _costs(space)

@@ -440,7 +440,7 @@ def pinned_offload(
     step: StepGraph, options: PlanOptions, host: Host | None
 ) -> frozenset[str] | None:
     """Return the names of the parameters that `PlanOptions.offload` pins to host memory, None if
-    that is solved.
+    that is solved; empty for `offload=False`.
 
     Raises:
         OptionError: a name matches no parameter.

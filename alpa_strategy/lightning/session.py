@@ -352,7 +352,11 @@ class Session:
     # Evaluation
 
     def start_evaluation(self, module: Any) -> None:
-        """Prepare a loop over evaluation batches."""
+        """Prepare a loop over evaluation batches. Collective.
+
+        A training's buffers become those of rank 0. Without a training, a module that does not fit
+        one device is sharded.
+        """
         is_training = module.trainer.state.fn == TrainerFn.FITTING
         if self.run is not None:
             self.run.take_buffers()
@@ -444,7 +448,10 @@ class Session:
             )
 
     def close(self, interrupted: bool) -> None:
-        """End the session's run with the Trainer's, or after an exception. No communication."""
+        """End the session's run with the Trainer's, or after an exception. No communication.
+
+        A module that does not fit one device stays sharded, unless there was an exception.
+        """
         self._reason = None
         self._recorded = None
         self._differing = frozenset()

@@ -126,7 +126,11 @@ class PipelineSearch:
         return self.task.cluster.num_devices <= EVERY_SIZE
 
     def run(self, known: float) -> None:
-        """Fill `best` with candidates that are predicted to take less than `known` seconds."""
+        """Fill `best` with candidates that are predicted to take less than `known` seconds.
+
+        Raises:
+            PlanError: only one number of micro-batches is possible, and has no stages.
+        """
         options = self.task.options
         counts = microbatch_counts(self.task.step, self.task.cluster, options)
         if self.several:

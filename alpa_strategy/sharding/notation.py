@@ -407,7 +407,7 @@ def split_from_dims(
 def _fits(call: OpCall, split: Split, axis_size: int) -> bool:
     """Whether every sharded dim has an element for each device.
 
-    Dims that do not divide evenly must all have the same size.
+    All dims must have the same size, or all divide evenly if the split is even.
     """
     sizes = []
     for meta, dim in zip(call.operands, split.operands, strict=True):

@@ -402,7 +402,9 @@ def op_strategies(
 def _shrink_collectives(
     strategies: tuple[AxisStrategy, ...], mesh_shape: tuple[int, ...]
 ) -> tuple[AxisStrategy, ...]:
-    """Divide an implementation's bytes by the later axes that shard its first operand."""
+    """Return the strategies with an implementation's bytes divided by the later axes that shard its
+    first operand.
+    """
     result = list(strategies)
     for i, strategy in enumerate(strategies):
         if not strategy.collectives:
