@@ -198,7 +198,7 @@ def _equal_seconds(schedule: str, num_meshes: int, num_microbatches: int, v: int
 
 
 def in_flight(schedule: str, num_meshes: int, num_microbatches: int, v: int = 1) -> tuple[int, ...]:
-    """Return, per mesh, how many activations of a (micro-batch, stage) pair it stores at most.
+    """Return how many (micro-batch, stage) activations each mesh, of v stages, stores at most.
 
     Raises:
         PlanError: the schedule cannot run these numbers of meshes and micro-batches.
@@ -242,7 +242,7 @@ def splits_backward(schedule: str, num_meshes: int, num_microbatches: int, v: in
 def actions(
     schedule: str, num_meshes: int, num_microbatches: int, v: int = 1
 ) -> tuple[tuple[Action, ...], ...]:
-    """Return every mesh's actions in order.
+    """Return every mesh's actions in order, with v stages per mesh.
 
     Raises:
         PlanError: the schedule cannot run these numbers of meshes and micro-batches, leaves work

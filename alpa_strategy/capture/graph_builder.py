@@ -241,8 +241,7 @@ class Memory:
     def _scatter(
         self, step: ViewStep, before: ValueRef, changed: ValueRef, is_parameter: bool
     ) -> ValueRef:
-        """Emit `before` with the part that `step` views replaced by `changed`, or raise
-        CaptureError.
+        """Emit `before` with the part viewed by `step` set to `changed`, or raise CaptureError.
 
         Args:
             is_parameter: whether a parameter's memory is changed, which has no gradient then.

@@ -555,7 +555,7 @@ BACKEND_NAMES = ("auto", "torch", "deepspeed")
 def select_backend(name: str = "auto", device_type: str = "cpu") -> Any:
     """Return the module with the collectives: `torch.distributed`, or `deepspeed.comm`.
 
-    Both have the same functions.
+    Both have the same functions. Before there is a process group, it is `torch.distributed`.
 
     Args:
         name: `torch`, `deepspeed` (which uses the existing process group), or `auto`: DeepSpeed on

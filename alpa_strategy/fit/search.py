@@ -319,7 +319,7 @@ class RegularSearch:
 
     def _stage_counts(self) -> list[int]:
         """Return the numbers of stages to try: the pinned one, or powers of two that divide the
-        devices.
+        devices, at most one stage per layer.
         """
         pinned = self.task.options.num_stages
         if pinned is not None:

@@ -257,7 +257,7 @@ class StageFloors:
         self, submesh: int, alive: float, stages_per_mesh: int, may_recompute: bool
     ) -> np.ndarray:
         """Return [first, last + 1] the least bound over logical shapes, and over whether the stage
-        recomputes.
+        recomputes; 0 if there are no bounds.
 
         Args:
             submesh: its index.

@@ -28,7 +28,12 @@ BLOCK_BYTES = 100 * 2**20
 def decode(
     intra: IntraOp, assignment: Sequence[int], submesh: tuple[int, int], predicted: Predicted
 ) -> StagePlan:
-    """Return the stage plan of an assignment (strategy index per choice of `intra.problem`)."""
+    """Return the stage plan of an assignment (strategy index per choice of `intra.problem`).
+
+    Args:
+        submesh: (nodes, devices per node) of the stage.
+        predicted: figures of a step, stored as they are.
+    """
     step, of_ops = intra.step, assignment[len(intra.parameters) :]
     plans = {
         p.name: options.plans[k]

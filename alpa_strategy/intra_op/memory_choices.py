@@ -315,6 +315,9 @@ class _AddedStrategies:
             a result that is saved      cost                   cost + column seconds
             one that is not             cost + hidden          the same, but to a copied view: 0 in
                                                                the layout of the result, else inf
+
+        Args:
+            only: as of `duplicate_strategies`.
         """
         extended = duplicate_strategies(problem, self._choices, self._more_seconds, only=only)
         transfers = []
@@ -363,7 +366,9 @@ class _AddedStrategies:
 
 
 def recomputed(intra: IntraOp, assignment: Sequence[int]) -> tuple[str, ...]:
-    """Return the names of the ops whose strategy recomputes."""
+    """Return the names of the ops whose strategy recomputes, and does not store the result in host
+    memory.
+    """
     offloaded = stored(intra, assignment)
     names = []
     for index in _added_in(intra, intra.recomputes, assignment):

@@ -112,7 +112,7 @@ def asked_by_user(frame: FrameType | None) -> bool:
 def asking_frame(frame: FrameType | None) -> FrameType | None:
     """Return the innermost frame at or above `frame` that is not the standard library's.
 
-    None inside an import, which runs once.
+    None inside an import, which runs once, and if there is no such frame.
     """
     while frame is not None:
         path = frame.f_code.co_filename

@@ -321,8 +321,7 @@ class Checkpoints:
                             state[key] = move_data_to_device(value, parameter.device)
 
     def process_dataloader(self, loader: Any) -> Any:
-        """Return a training dataloader with a position, from the checkpoint's on; others unchanged.
-        """
+        """Return a training dataloader that continues from the checkpoint; others unchanged."""
         # Users may require a dataloader before any fit.
         if self._trainer is None or not self._trainer.training:
             return loader

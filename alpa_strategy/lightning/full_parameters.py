@@ -219,7 +219,7 @@ class FullParameters:
         return None if full_grad is None else self.store.shard_like(parameter, full_grad)
 
     def _write_parameter(self, parameter: nn.Parameter, full: Tensor, shard: Tensor) -> None:
-        """Write the full value of a parameter back into its shards, where it differs."""
+        """Write `full`, the value of a parameter, back into `shard` where it differs."""
         # Unchanged shards are not written: that would count as a change between forward and
         # backward.
         if not torch.equal(self.store.shard_like(parameter, full), shard):

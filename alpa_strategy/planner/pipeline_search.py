@@ -260,7 +260,7 @@ class PipelineSearch:
 
     def _untried_counts(self) -> list[int]:
         """Return the numbers of micro-batches for which not all stages were priced: those with more
-        first, whose activations need less memory. None if there is a plan already.
+        first, whose activations need less memory. [] if there is a plan already.
         """
         if self._known < math.inf:
             return []

@@ -34,7 +34,7 @@ class PlanStore:
 
     def find(self, fingerprint: Fingerprint) -> Plan | None:
         """Return the plan made for exactly this fingerprint, None if there is none (`explain`
-        returns the reason).
+        returns the reason). If plans are at a URL, it is downloaded first.
         """
         path = self.path(fingerprint)
         if self.url is not None:

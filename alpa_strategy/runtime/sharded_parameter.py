@@ -308,7 +308,7 @@ class ShardedParameter:
 
     def take_gradient(self) -> Tensor:
         """Remove and return the local gradient of the backward, in `reduce_dtype`; zeros if there
-        is none.
+        is none. One that is complete already is moved to `complete`.
         """
         used = self.used
         self.is_taken = True

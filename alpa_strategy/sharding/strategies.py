@@ -345,7 +345,8 @@ _CHANGES: dict[str, Changes] = {
 
 def _match(call: OpCall, axis_size: int) -> RuleMatch | None:
     """Return the result of the op's rule for a call on an axis of `axis_size` devices; None if it
-    has no rule, no results, or the rule does not fit.
+    has no rule, no results, or the rule does not fit. For a custom op without a rule, dims that it
+    treats element by element are looked for.
     """
     if not call.results:
         return None

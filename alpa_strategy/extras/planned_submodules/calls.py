@@ -57,10 +57,11 @@ def capture_calls(
     Args:
         num_ranks: ranks that make the calls, each with inputs of its own, and go on with results of
             its own: the graph computes those of all ranks (`merge_ranks`).
+        context: as of `capture_step`.
 
     Raises:
-        CaptureError: a call does more than compute tensors from its arguments. Errors of the
-            user's code pass unchanged.
+        CaptureError: a call does more than compute tensors from its arguments. Errors of the user's
+            code pass unchanged.
     """
 
     def step(batch: Any) -> dict[str, Any]:
@@ -174,6 +175,7 @@ def plannable(
     Args:
         calls: recorded calls, callers first.
         unlike: paths of submodules whose calls differ between ranks.
+        context: as of `capture_step`.
 
     Returns:
         The calls, and `path: reason` of the others.
