@@ -312,7 +312,7 @@ class _Converter:
     def _arguments(self, node: fx.Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return the arguments of a node, with ValueRefs of its operands' current values.
 
-        Arguments about devices and sparse gradients are left out.
+        Keyword arguments about devices and sparse gradients are left out, and those that are None.
         """
 
         def read(operand: fx.Node) -> Any:

@@ -314,7 +314,12 @@ class UnchangedPlan:
 
 
 def _unchanged(task: "PlanTask", plan: Plan | None) -> UnchangedPlan:
-    """Return the step of the changed task with the unchanged plan."""
+    """Return the seconds and bytes of a step of the changed task with the unchanged plan, or the
+    problem.
+
+    The problem is that there is no plan (None), that it is for another number of devices, or that
+    it does not fit the task.
+    """
     from alpa_strategy.planner.plan_stages import cost_on
 
     if plan is None:

@@ -31,7 +31,7 @@ _WORDS = {
 
 def findings(plan: Plan) -> list[str]:
     """Return sentences: the parts of a step's time, the largest first, the slow boundaries between
-    stages, and the collective that takes longest.
+    stages, and the collective that takes longest; [] if the parts are not known.
     """
     # Messages are part of waiting, and come before it.
     largest, *others = _parts(plan) or [""]

@@ -90,7 +90,8 @@ def _collective_seconds(stage: StagePlan) -> dict[str, float]:
 
 
 def measured_parts(profiled: ProfiledSteps, plan: Plan) -> dict[str, float]:
-    """Return the measured seconds of a step by part: means over the devices of the busiest stage.
+    """Return the measured seconds of a step by part: means over the devices of the busiest stage,
+    or over all if none of these was profiled.
 
     Args:
         profiled: of a run.

@@ -55,6 +55,8 @@ class RunCandidates(NamedTuple):
 def newly_received_shares(layers: Sequence[StepGraph]) -> list[np.ndarray]:
     """Return, per layer, [first] the share of its received bytes that no earlier layer of a run
     from `first` on receives as well.
+
+    `first` goes from 0 to the layer before; the share is 1 for a layer that receives nothing.
     """
     # value -> the last layer that received it
     last_reader: dict[int, int] = {}

@@ -386,7 +386,8 @@ class _Search:
         return self._read(shorter, num_stages, first_submesh, threshold)
 
     def _before(self, below: Sequence[Sequence[_StagesBelow]]) -> tuple[np.ndarray, np.ndarray]:
-        """Return [layer] the fewest devices, and the least first term, of stages before a layer.
+        """Return [layer] the fewest devices, and the least first term, of stages before a layer;
+        inf if no stages can be before it.
 
         Whatever is in flight, and whatever follows: no pipeline needs less.
 

@@ -259,7 +259,9 @@ def reached_functions(functions: Iterable[Callable[..., Any]]) -> list[types.Fun
 
 
 def code_names(code: types.CodeType) -> Iterator[str]:
-    """Yield the names in `code` and in functions, lambdas and comprehensions inside it."""
+    """Yield the globals and attributes (`co_names`) in `code` and in functions, lambdas and
+    comprehensions inside it.
+    """
     yield from code.co_names
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):

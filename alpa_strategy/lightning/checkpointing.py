@@ -485,7 +485,7 @@ class Checkpoints:
 
     def _add_rank_states(self, checkpoint: dict[str, Any]) -> None:
         """Add the states of all ranks, loaders and random generators among them, to a checkpoint of
-        a training. Collective.
+        a training, not to others. Collective.
         """
         if self._trainer.state.fn != TrainerFn.FITTING or "loops" not in checkpoint:
             return

@@ -243,6 +243,7 @@ class Session:
 
         Raises:
             CaptureError: the step cannot be captured and may not run eagerly.
+            Exception: the one of the user's check that failed in the captured step.
         """
         assert self.run is not None
         self.run.begin_check(batch)

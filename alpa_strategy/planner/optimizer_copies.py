@@ -76,7 +76,12 @@ class _Copies:
         return self._copied(optimizer)
 
     def _constructed(self, optimizer: Optimizer) -> Optimizer:
-        """Return an optimizer that its class has made from the settings."""
+        """Return a fresh optimizer of the same class and settings for the copies of the parameters,
+        and record it as the copy.
+
+        An optimizer of other parameters alone gets one parameter of its own: it does nothing here,
+        but its holder calls it.
+        """
         group = group_of(optimizer, self._like)
         parameters = self._parameters
         if group is None:

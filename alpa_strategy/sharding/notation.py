@@ -198,7 +198,7 @@ def _group_lengths(pairs: list[tuple[Term, int]], arguments: Mapping[str, Any]) 
 
 def _keys(term: Term, lengths: Mapping[str, int]) -> list[tuple[Key, Index]]:
     """Return (key, index) of each dim of a term: one for an index, `lengths[name]` for a group
-    `*name`.
+    `*name`, none if that is missing.
     """
     keys: list[tuple[Key, Index]] = []
     for index in term.indices:
