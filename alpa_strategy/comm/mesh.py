@@ -102,8 +102,8 @@ class AxisComm:
         self._shared = self._in_shared_memory() if self._is_gloo else None
 
     def all_reduce(self, tensor: Tensor, op: str = "sum") -> Tensor:
-        """Return the `sum` or `max` over the axis, the same bits on each device; `tensor` if it is
-        one.
+        """Return the `sum` or `max` over the axis, the same bits everywhere; `tensor` on one
+        device.
         """
         if self.size == 1:
             return tensor

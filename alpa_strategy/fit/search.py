@@ -223,7 +223,9 @@ class RegularSearch:
         return stage
 
     def _plan(self, configuration: Configuration, solve: SolveStage) -> Plan:
-        """Return the plan of a configuration whose stages are solved by `solve`."""
+        """Return the plan of a configuration whose stages are solved by `solve`; its PlanErrors
+        pass.
+        """
         solver = self._named(configuration)
         job = solver.job
         submesh = self._submesh(configuration.num_stages)

@@ -37,8 +37,8 @@ def restrict(
 ) -> IntraOp:
     """Return the same problem with the user's restrictions in it; `intra` itself if there are none.
 
-    Forbidden strategies cost infinity. Those that a named plan (`parallel=`) does not want get a
-    penalty: they are taken only if no others are possible.
+    Strategies that a pin, the optimizer or a named plan (`parallel=`) forbids cost infinity. Others
+    that the named plan avoids get a penalty: they are taken only if no others are possible.
 
     Args:
         pinned: layouts of parameters that must be kept, by name (steps that share a running plan's

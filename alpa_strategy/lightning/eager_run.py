@@ -263,7 +263,7 @@ class EagerRun(ShardedRun):
             limit: bytes of a device that may be used.
 
         Raises:
-            SetupError: the user named modules, and the extra that checkpoints them is switched off.
+            SetupError: the user asked for it (`remat`), and the extra that does it is switched off.
         """
         module, job = self.module, self._job
         # "selective" is for captured steps.

@@ -129,7 +129,7 @@ class PipelineSearch:
         """Fill `best` with candidates that are predicted to take less than `known` seconds.
 
         Raises:
-            PlanError: only one number of micro-batches is possible, and has no stages.
+            PlanError: there is only one number of micro-batches, and it is not possible.
         """
         options = self.task.options
         counts = microbatch_counts(self.task.step, self.task.cluster, options)

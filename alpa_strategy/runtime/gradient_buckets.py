@@ -94,7 +94,7 @@ def finish_buckets(buckets: list[Bucket], completed: Completed | None = None) ->
 
     Args:
         buckets: that have started.
-        completed: called with the parameters of each bucket that is done, but for the last one.
+        completed: called with the parameters of each bucket that is done, but not of the last one.
     """
     while buckets:
         running = []
