@@ -193,7 +193,9 @@ def _device_map(value: Any) -> tuple[tuple[str, tuple[int, ...]], ...]:
 
 
 def _memory_limit(value: Any) -> float:
-    """Return a limit in bytes, from a number or a text such as `80GiB`."""
+    """Return a limit in bytes, from a number or a text such as `80GiB`; ValueError for any other
+    value.
+    """
     if not isinstance(value, str):
         return _number(value, 0.0, float("inf"))
 
@@ -292,7 +294,9 @@ def _bytes(value: Any) -> int:
 
 
 def _name_in(known: Sequence[str]) -> tuple[Callable[[Any], Any], str, str]:
-    """Return the kind of an option whose value is one of the names `known`."""
+    """Return the kind of an option whose value is one of the names `known`: its reader, problem and
+    fix, as in `_KINDS`.
+    """
 
     def read(value: Any) -> Any:
         _require(value in known)

@@ -216,7 +216,8 @@ class PartialResults:
         _delete(self.folder / name)
 
     def _write(self, name: str, record: Record, seconds: float, inner: set[str]) -> None:
-        """Store a record.
+        """Store a record, unless it is larger than `MAX_BYTES`. If that fails, report it, and store
+        no more.
 
         Args:
             seconds: CPU seconds that computing it took.

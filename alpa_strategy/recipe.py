@@ -225,6 +225,10 @@ def _import_file(name: str, file: Path) -> types.ModuleType:
     """Import a file by its path, once.
 
     Its folder joins the end of sys.path, for imports of its neighbours and in loader workers.
+
+    Raises:
+        OptionError: the file is no Python file, or has a syntax error. Other errors of its code
+            pass.
     """
     loaded = sys.modules.get(name)
     if loaded is not None:

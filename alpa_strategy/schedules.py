@@ -147,16 +147,16 @@ def meshes_of_stages(schedule: str, num_meshes: int, stages_per_mesh: int) -> li
 def closed_form(
     schedule: str, num_meshes: int, num_microbatches: int, v: int = 1, splits: bool = True
 ) -> PipelineLatency:
-    """Return the closed form of a step's time.
+    """Return the closed form of a step's time: exact for equal stages whose backward takes twice
+    the forward (see the tests).
 
-    It is exact for equal stages whose backward takes twice the forward (see the tests).
-
-    - GPipe and 1F1B: sum + (B - 1) max (Alpa, section 5.2). An upper bound for unequal stages
-      under 1F1B.
+    - GPipe and 1F1B: sum + (B - 1) max (Alpa, section 5.2). An upper bound for unequal stages under
+      1F1B.
     - v stages on a mesh: the pipeline fills v times as fast (Narayanan et al. 2021, section 2.2):
       sum / v + (B v - 1) max.
-    - Zero-bubble schedules fill the drain with weight gradients (Qi et al. 2023). The rest of a
-      bubble is one forward, t / 3, per hop and stage.
+    - Zero-bubble schedules fill the drain with weight gradients (Qi et al. 2023). A bubble of one
+      forward, t / 3, per hop and stage remains.
+    - Other schedules: the coefficients of the simulated time of equal stages, for any `splits`.
 
     Args:
         v: stages per mesh.
@@ -164,7 +164,7 @@ def closed_form(
             zero-bubble schedules then have the bubble of 1F1B.
 
     Raises:
-        PlanError: the schedule cannot run these numbers of meshes and micro-batches.
+        PlanError: the schedule is unknown, or cannot run these numbers.
     """
     _check(schedule, num_meshes, num_microbatches)
     bubble = SCHEDULES[schedule].bubble
@@ -198,7 +198,7 @@ def _equal_seconds(schedule: str, num_meshes: int, num_microbatches: int, v: int
 
 
 def in_flight(schedule: str, num_meshes: int, num_microbatches: int, v: int = 1) -> tuple[int, ...]:
-    """Return, per mesh, how many activations of a (micro-batch, stage) pair it stores at most.
+    """Return how many (micro-batch, stage) activations each mesh, of v stages, stores at most.
 
     Raises:
         PlanError: the schedule cannot run these numbers of meshes and micro-batches.
@@ -242,7 +242,7 @@ def splits_backward(schedule: str, num_meshes: int, num_microbatches: int, v: in
 def actions(
     schedule: str, num_meshes: int, num_microbatches: int, v: int = 1
 ) -> tuple[tuple[Action, ...], ...]:
-    """Return every mesh's actions in order.
+    """Return every mesh's actions in order, with v stages per mesh.
 
     Raises:
         PlanError: the schedule cannot run these numbers of meshes and micro-batches, leaves work

@@ -161,7 +161,8 @@ def remove(url: str) -> None:
 
 @contextmanager
 def _using(url: str, verb: str) -> Iterator[tuple[Any, str]]:
-    """Context with the file system of a URL and the path in it; any error becomes an OSError.
+    """Context with the file system of a URL and the path in it; any error in the block becomes a
+    FileNotFoundError or `UrlError`, which are OSErrors.
 
     Args:
         verb: what is done there, for the message: `read`, `written`.
@@ -178,7 +179,11 @@ def _using(url: str, verb: str) -> Iterator[tuple[Any, str]]:
 
 
 def _file_system(url: str) -> tuple[Any, str]:
-    """Return the file system of a URL, and the path in it."""
+    """Return the file system of a URL, and the path in it.
+
+    Raises:
+        SetupError: the library for the URL is not installed, or fsspec does not know the scheme.
+    """
     scheme = url.partition("://")[0]
     try:
         file_system, path = url_to_fs(url)

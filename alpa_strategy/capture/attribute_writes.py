@@ -118,7 +118,9 @@ def _is_tensor_of_step(value: Any) -> bool:
 
 
 def _with_known_tensors(value: Any, known_value: Callable[[Tensor], Tensor | None]) -> Any:
-    """Return a value with real tensors; None if it depends on the batch, parameters or counters."""
+    """Return a value with real tensors; None if it depends on the batch, parameters or counters, or
+    has a leaf that is neither a tensor nor a plain value.
+    """
     leaves, spec = pytree.tree_flatten(value)
     known: list[Any] = []
     for leaf in leaves:

@@ -273,7 +273,8 @@ class Autocast:
     def operands(
         self, target: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return an op's arguments with the casts of the open region.
+        """Return (args, kwargs) of an op with the casts of the open region; unchanged if there is
+        no open region.
 
         The casts are added to the graph.
 

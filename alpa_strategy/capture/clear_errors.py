@@ -36,6 +36,10 @@ def clear_errors() -> Iterator[None]:
     """Turn the errors of code that cannot be traced into CaptureErrors with the user's line.
 
     Errors of the user's own code pass unchanged.
+
+    Raises:
+        CaptureError: the code depends on values of tensors or does something else that cannot be
+            traced.
     """
     try:
         yield

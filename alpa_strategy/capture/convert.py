@@ -207,7 +207,11 @@ class _Converter:
             )
 
     def _op(self, node: fx.Node, target: torch._ops.OpOverload) -> None:
-        """Convert the call of an op: first those that only change views, memory or grad mode."""
+        """Add the call of an op to the graph, or only note it if it changes views or memory.
+
+        Args:
+            node: of the traced graph; its target is replaced if it is a physical conjugate.
+        """
         # A lazy conjugation is a bit of the tensor, which messages between devices do not have.
         if target is aten._conj.default:
             target = aten.conj_physical.default
@@ -308,7 +312,7 @@ class _Converter:
     def _arguments(self, node: fx.Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return the arguments of a node, with ValueRefs of its operands' current values.
 
-        Arguments about devices and sparse gradients are left out.
+        Keyword arguments about devices and sparse gradients are left out, and those that are None.
         """
 
         def read(operand: fx.Node) -> Any:

@@ -82,7 +82,9 @@ class ConstantValues:
     def answer(
         self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> Any:
-        """Return `func(*args, **kwargs)` if it returns a known value to Python, else UNKNOWN."""
+        """Return `func(*args, **kwargs)` if it returns a known value to Python, else UNKNOWN. The
+        buffers that the value depends on are noted.
+        """
         if func not in _READS_VALUE:
             return UNKNOWN
         arguments = args, dict(kwargs)

@@ -225,6 +225,8 @@ class Memory:
     def _prefixes(self, view: View) -> list[ValueRef]:
         """Emit the ops of a view's chain on the present storage, and return the values along it:
         the storage first, the view itself last.
+
+        A CaptureError if an op of the chain is not supported.
         """
         values = [view.storage.value]
         for step in view.chain:
@@ -239,7 +241,7 @@ class Memory:
     def _scatter(
         self, step: ViewStep, before: ValueRef, changed: ValueRef, is_parameter: bool
     ) -> ValueRef:
-        """Emit and return `before` with the part that `step` views replaced by `changed`.
+        """Emit `before` with the part viewed by `step` set to `changed`, or raise CaptureError.
 
         Args:
             is_parameter: whether a parameter's memory is changed, which has no gradient then.
@@ -468,9 +470,14 @@ def new_value(
     meta: TensorMeta,
     detached: ValueRef,
 ) -> ValueRef:
-    """Emit what the call writes into a tensor of `meta`, whose dtype `in_its_dtype` gives it.
+    """Emit the value that a writing call gives to a tensor, and return it.
 
     Args:
+        write: the call, which writes in place or to `out`.
+        args: of the call, tensors as ValueRefs.
+        kwargs: as `args`.
+        meta: of the tensor that is written to. The value may have another dtype: see
+            `in_its_dtype`.
         detached: the tensor's old value without its gradient.
 
     Raises:

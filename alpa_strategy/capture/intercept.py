@@ -275,6 +275,10 @@ def recording(
     exit.
 
     appended, namespaces: see `StepCall`.
+
+    Raises:
+        CaptureError: the block did something that cannot be captured, even if its own code caught
+            the error.
     """
     record = Recording()
     names = {id(m): name for name, m in module.named_modules()}

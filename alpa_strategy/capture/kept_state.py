@@ -198,7 +198,9 @@ def _access(value: Any) -> _Access:
 
 
 def _behind(value: Any) -> Any:
-    """Return the object that has the state of a wrapper; any other value unchanged."""
+    """Return the object that has the state of a wrapper (of a partial: its arguments); any other
+    value unchanged.
+    """
     if isinstance(value, np.random.Generator):
         return value.bit_generator
     if isinstance(value, SynchronizedBase):

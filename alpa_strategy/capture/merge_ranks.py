@@ -429,7 +429,7 @@ class _Merger:
     # The end
 
     def _finish(self) -> StepGraph:
-        """Return the graph of the ops that have an effect."""
+        """Return the graph of ops with effects; CaptureError if ranks change a parameter apart."""
         step = self.step
         records, of_ranks = self._records()
         loss = self.state[step.loss]

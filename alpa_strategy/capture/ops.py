@@ -211,7 +211,7 @@ ctc_rows = torch.ops.alpa.ctc_rows.default
 
 def ctc_replacement(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
     """Return the loss of a call of `F.ctc_loss` on a batch [time, batch, classes], made of losses
-    per sample; None if it is another call.
+    per sample; None if it is another call, or its lengths are no tensors.
 
     Args:
         function: that is called, with `args` and `kwargs`.
@@ -419,7 +419,8 @@ _call_of = cache(_FunctionCall)
 
 
 def apply_as_op(function: Any, *args: Any) -> Any:
-    """Return `function.apply(*args)`, as one op of the step that is being traced.
+    """Return `function.apply(*args)`, as one op of the step that is being traced; it is called as
+    it is if none is.
 
     Raises:
         CaptureError: the Function changes a tensor in place.

@@ -204,7 +204,7 @@ def _trainer_objects(module: nn.Module, sets: Collection[str]) -> Iterator[_Valu
 
 
 def loaders_of(trainer: Any) -> list[Any]:
-    """Return the user's loaders of training batches."""
+    """Return the user's loaders of training batches; [] if the Trainer has not made them yet."""
     combined = getattr(getattr(trainer, "fit_loop", None), "_combined_loader", None)
     if combined is None:
         return []

@@ -348,8 +348,10 @@ def put(owner: Any, name: str, value: Any) -> None:
 
 @contextmanager
 def patched(patches: Iterable[tuple[Any, str, Any]]) -> Iterator[None]:
-    """Set (owner, name, value) in the block, of a dict its items, or take it away (MISSING); all
-    comes back.
+    """Set attributes, or items of dicts, in the block; afterwards all are as before.
+
+    Args:
+        patches: (owner, name, value); MISSING as the value deletes it.
     """
     with ExitStack() as before:
         for owner, name, value in list(patches):
@@ -361,7 +363,9 @@ def patched(patches: Iterable[tuple[Any, str, Any]]) -> Iterator[None]:
 
 @contextmanager
 def requiring_grad(parameters: Iterable[nn.Parameter], flag: bool) -> Iterator[None]:
-    """Context in which all parameters require gradients, or none does; undone at its end."""
+    """Context in which all of the parameters require gradients (`flag`), or none does; undone at
+    its end.
+    """
     others = [parameter for parameter in parameters if parameter.requires_grad is not flag]
     for parameter in others:
         parameter.requires_grad_(flag)
@@ -373,7 +377,12 @@ def requiring_grad(parameters: Iterable[nn.Parameter], flag: bool) -> Iterator[N
 
 
 def standing_in(module: nn.Module, others: Mapping[Any, Tensor]) -> AbstractContextManager[None]:
-    """Context in which the module has other tensors in the place of parameters and buffers."""
+    """Context in which the module has other tensors in the place of parameters and buffers.
+
+    Args:
+        module: the module, whose submodules are included.
+        others: parameter or buffer -> the tensor in its place; others stay.
+    """
     patches = []
     for child in module.modules():
         for tensors in (child._parameters, child._buffers):

@@ -40,7 +40,8 @@ def rewrite_loss(
     """Emit a cross entropy or NLL loss as sum / count; return None for any other call.
 
     Half-precision logits are summed in fp32, as a sum (unlike the mean) may overflow. The result
-    has the call's dtype.
+    has the call's dtype. A loss per row is emitted only with `summed_in`: in fp32, and without a
+    sum.
 
     Args:
         summed_in: dtype of the sum and of the result, if it is not that of the logits
@@ -304,9 +305,11 @@ class _FusedLinears:
         return None
 
     def parameter_chain(self, value: int) -> tuple[int, ...] | None:
-        """Return the values from `value` through dtype casts back to a parameter.
+        """Return the values from `value` through dtype casts back to a parameter, which is the
+        last.
 
-        None if it is no such value, or one of them is used twice.
+        None if there is no parameter at the end, or one of the values is used twice or leaves the
+        step.
         """
         chain = [value]
         while True:

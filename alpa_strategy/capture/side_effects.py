@@ -281,7 +281,9 @@ def _messages(record: Refusing, namespaces: Iterable[dict[str, Any]]) -> Iterato
 
 
 def _beyond_rank_zero(frame: FrameType | None) -> FrameType | None:
-    """Return the innermost frame above the functions that run on rank 0 only."""
+    """Return the innermost frame above the functions that run on rank 0 only; None if all frames
+    are those.
+    """
     while (asking := asking_frame(frame)) is not None:
         if os.path.basename(asking.f_code.co_filename) != "rank_zero.py":
             return asking

@@ -193,7 +193,9 @@ def _appended(items: Any, old: Any) -> list[Any] | None:
 
 
 def _changes_of_container(snapshot: Snapshot, of_data: OfData) -> dict[str, Any]:
-    """Return the container if it has changed, unless it is a cache that has filled itself."""
+    """Return {place: container} if it has changed, unless it is a cache that has filled itself;
+    else {}.
+    """
     if not snapshot.is_noticed or snapshot.came() == []:
         return {}
     is_cache = snapshot.is_inside and _is_filled_cache(snapshot, of_data)
@@ -306,7 +308,7 @@ def _attributes_of(owner: Any) -> dict[str, Any]:
 
 
 def _changes_of_attributes(snapshot: Snapshot, _: OfData) -> dict[str, Any]:
-    """Return the object if an attribute was set, changed or deleted."""
+    """Return {place: object} if an attribute was set, changed or deleted; else {}."""
     if not snapshot.is_noticed:
         return {}
     changed = changed_names(_attributes_of(snapshot.items), snapshot.before)
@@ -326,7 +328,9 @@ def _restore_attributes(snapshot: Snapshot) -> None:
 
 
 def _state_of(value: Any) -> Any:
-    """Return a copy of the state of a random generator, an array or a tensor."""
+    """Return a copy of the state of a random generator, an array or a tensor, in a form that can be
+    compared.
+    """
     if isinstance(value, Tensor):
         return value.clone()
     if isinstance(value, (np.ndarray, *ARRAYS)):
@@ -339,7 +343,7 @@ def _state_of(value: Any) -> Any:
 
 
 def _changes_of_state(snapshot: Snapshot, _: OfData) -> dict[str, Any]:
-    """Return the object if its content has changed."""
+    """Return {place: object} if its content has changed; else {}."""
     if not snapshot.is_noticed:
         return {}
     # As pickles, because arrays compare element by element.

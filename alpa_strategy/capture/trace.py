@@ -192,7 +192,7 @@ class _Tracing:
         self.changing = {place.leaf: str(place) for place in call.numbers}
 
     def trace(self) -> Trace:
-        """Run the step and return the trace."""
+        """Run the step and return the trace; CaptureError if it cannot be traced."""
         call = self.call
         module = self.module
 

@@ -57,7 +57,12 @@ class Download:
         return target
 
     def _download(self, name: str, target: Path, num_bytes: int | None) -> None:
-        """Download a file under another name, and rename it when it is complete. As of `file`."""
+        """Download a file under another name, and rename it when it is complete. Arguments as of
+        `file`.
+
+        Raises:
+            CheckpointError: it cannot be downloaded, or does not have `num_bytes` bytes.
+        """
         url = f"{self._url}/{name}"
         temporary = self.folder / f"{name}.{secrets.token_hex(4)}.part"
         try:
@@ -80,7 +85,9 @@ def release_downloads() -> None:
 
 
 def _root() -> Path:
-    """Return the folder of all copies, which other users of this machine cannot write to."""
+    """Return the folder of all copies, made if it is missing, which other users of this machine
+    cannot write to; CheckpointError if it belongs to another user.
+    """
     root = Path(tempfile.gettempdir()) / f"alpa-checkpoints-{os.getuid()}"
     root.mkdir(mode=0o700, exist_ok=True)
     if root.is_symlink() or root.stat().st_uid != os.getuid():

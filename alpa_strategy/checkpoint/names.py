@@ -25,7 +25,14 @@ _RENAME_EXCHANGE = 2
 
 
 def write_beside(path: Path, write: Callable[[Path], None]) -> None:
-    """Write one file under a hidden name, and rename it to `path` when it is complete."""
+    """Write one file under a hidden name, and rename it to `path` when it is complete.
+
+    What is at `path` is replaced, a folder too; abandoned files of earlier saves are deleted.
+
+    Args:
+        path: of the file; missing folders are made.
+        write: writes the content into the file whose path it gets.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     delete_abandoned(path.parent)
     staging = opening.beside(path, "saving")

@@ -73,7 +73,15 @@ def find_local_shards(path: Path) -> Path | None:
 
 
 def _folder_name(start: bytes, path: str) -> str | None:
-    """Return the name in a pointer; None for the start of any other file."""
+    """Return the name in a pointer; None for the start of any other file.
+
+    Args:
+        start: the first bytes of a file.
+        path: of the file, for the message.
+
+    Raises:
+        CheckpointError: it begins like a pointer, and is none.
+    """
     if not start.startswith(b"{"):
         return None
     try:

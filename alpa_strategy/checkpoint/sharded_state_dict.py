@@ -38,13 +38,14 @@ def shards_to_write(
     writes.
 
     The tensor is laid out as the parameter is: the parameter itself (then `is_value`), or a moment
-    of it. Of the ranks that store the same shard, each writes about as many bytes as the others.
-    Every rank has to call the function for all parameters in the same order, so that all compute
-    the same division of work.
+    of it. One of the ranks that store the same shard writes it: the one that has to write the
+    fewest bytes so far. On the others, the result has no chunks. Every rank has to call the
+    function for all parameters in the same order, so that all compute the same division of work.
 
     Args:
         store: of the parameters.
-        on_demand: gathers the tensors that hooks compute with.
+        on_demand: gets an entry for each tensor: it gathers the full one if a user's hook computes
+            with it.
     """
     # Number of ranks that store the same shard -> bytes that each of them has to write.
     bytes_to_write: dict[int, list[int]] = {}
@@ -201,7 +202,9 @@ def restore_state(
 
 
 def _local(value: Any, parameter: nn.Parameter, store: ParameterStore) -> Any:
-    """Return this rank's shard of a state value if it has the parameter's full shape, else all."""
+    """Return this rank's shard of a state value if it has the parameter's full shape, else a copy
+    of all. A parameter that is stepped in full gets all of it.
+    """
     if store.is_stepped_in_full(parameter):
         return state_in_full(value)
     if not isinstance(value, Tensor):

@@ -357,7 +357,9 @@ def from_file(path: Any, weights_only: bool | None, tensors: Mapping[str, Tensor
 
 
 def _mapped(value: Any, path: Path, kind: type, change: Callable[[Path, Any], Any]) -> Any:
-    """Return `value` with `change(path, leaf)` in the place of every leaf of class `kind`."""
+    """Return `value` with `change(path, leaf)` in the place of every leaf of class `kind` in dicts
+    and lists; `value` itself if it has none.
+    """
     if isinstance(value, kind):
         return change(path, value)
     if isinstance(value, dict):

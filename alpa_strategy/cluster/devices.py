@@ -47,7 +47,9 @@ class DeviceSpec:
         return self.name.lower().startswith("cpu")
 
     def efficiency_of(self, kind: str, dtype: str) -> float:
-        """Return the share of `dtype`'s peak that large ops of a kind (`PRODUCT_KINDS`) reach."""
+        """Return the share of `dtype`'s peak that large ops of a kind (`PRODUCT_KINDS`) reach;
+        `efficiency` if there is no figure for the two.
+        """
         by_kind = dict(self.efficiencies)
         if kind == "attention_backward" and kind not in by_kind:
             kind = "attention"

@@ -96,7 +96,7 @@ class Fields:
         """Return the raw value of a field; `default` if it is missing.
 
         Raises:
-            ClusterError: it is missing and has no default.
+            ClusterError: it is missing and has no default, or is empty.
         """
         if key not in self.data and default is not None:
             return default
@@ -128,7 +128,9 @@ class Fields:
         zero: bool = False,
         maximum: float = math.inf,
     ) -> float:
-        """Return a number that a rate or a time can be (with `zero` also 0), at most `maximum`."""
+        """Return a number that a rate or a time can be (with `zero` also 0), at most `maximum`;
+        ClusterError if the field is something else.
+        """
         value = self.value(key, expected, default)
         lower = 0.0 if zero else SMALLEST
         upper = min(LARGEST, maximum)

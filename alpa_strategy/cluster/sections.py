@@ -114,7 +114,9 @@ def read_host(fields: Fields) -> Host | None:
 
 
 def read_order(fields: Fields) -> str | Order:
-    """Read the field `order`: one of `ORDERS`, or ranks (whether they are all is not checked)."""
+    """Read the field `order`: one of `ORDERS`, or ranks (whether they are all is not checked);
+    ClusterError if it is something else.
+    """
     order = fields.value("order", EXPECTED_ORDER, ORDERS[0])
     if isinstance(order, list | tuple) and all(type(rank) is int for rank in order):
         return tuple(order)
@@ -122,7 +124,11 @@ def read_order(fields: Fields) -> str | Order:
 
 
 def read_table(data: Any, source: str, index: int) -> CommTable:
-    """Read `data`, the entry `index` of `tables` in the file `source`."""
+    """Read `data`, the entry `index` of `tables` in the file `source`.
+
+    Raises:
+        ClusterError: a field is missing or wrong; the message names it.
+    """
     fields = Fields(data, ("kind", "size", "stride", "points"), source, f"tables.{index}.")
     kind = fields.text("kind", f"one of {', '.join(COLLECTIVES)}")
     points = fields.items("points", "[[bytes, seconds], ...] with bytes ascending")

@@ -174,7 +174,7 @@ class ClusterSpec:
         """Return latency and bandwidth of a tensor that is sent from one mesh to another.
 
         Every byte is sent once. Each device sends and receives as much as the others of its mesh,
-        in order.
+        in order. Between a mesh and itself nothing is sent: the bandwidth is infinite.
 
         Args:
             source, target: (position of the first device, number of devices) of each mesh.

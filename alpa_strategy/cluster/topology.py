@@ -141,7 +141,9 @@ def read_links(fields: Fields) -> tuple[tuple[float, ...], ...]:
 
 
 def _is_link_matrix(matrix: np.ndarray) -> bool:
-    """Whether it is symmetric, with a diagonal of 0, and with rates that costs can be made of."""
+    """Whether it can be used: square with at most `MAX_LINKED` rows, symmetric, with a diagonal of
+    0, and rates between `SMALLEST` and `LARGEST`, or 0 where there is no link.
+    """
     if matrix.ndim != 2 or matrix.shape[0] != matrix.shape[1] or matrix.shape[0] > MAX_LINKED:
         return False
     if not np.isfinite(matrix).all() or (matrix < 0).any():

@@ -102,7 +102,9 @@ class AxisComm:
         self._shared = self._in_shared_memory() if self._is_gloo else None
 
     def all_reduce(self, tensor: Tensor, op: str = "sum") -> Tensor:
-        """Return the element-wise `sum` or `max` over the axis, the same bits on each device."""
+        """Return the `sum` or `max` over the axis, the same bits everywhere; `tensor` on one
+        device.
+        """
         if self.size == 1:
             return tensor
         # A sum of booleans is "any", as a maximum is.
@@ -523,6 +525,9 @@ def _group_of(
         use: as for `lasting_group`.
         is_own: whether the group must not be `group`.
         local: whether its ranks alone make it, as those of a replica do.
+
+    Raises:
+        RuntimeMismatchError: this version of PyTorch has no groups in the order of `ranks`.
     """
     ascending = ranks == tuple(sorted(ranks))
     if len(ranks) == 1 or (len(ranks) == world_size(group) and not is_own and ascending):
@@ -550,7 +555,7 @@ BACKEND_NAMES = ("auto", "torch", "deepspeed")
 def select_backend(name: str = "auto", device_type: str = "cpu") -> Any:
     """Return the module with the collectives: `torch.distributed`, or `deepspeed.comm`.
 
-    Both have the same functions.
+    Both have the same functions. Before there is a process group, it is `torch.distributed`.
 
     Args:
         name: `torch`, `deepspeed` (which uses the existing process group), or `auto`: DeepSpeed on

@@ -147,7 +147,9 @@ class Transfer:
             self._gathers.append(gather)
 
     def _slots(self, peer_of: Callable[[Piece], int | None]) -> dict[int, list[_Slot]]:
-        """The job's rank of a peer -> the slots of its message.
+        """Return the job's rank of a peer -> the slots of its message.
+
+        `peer_of` gives the peer of a piece; None: it is in no message.
 
         Both ends make the same list from the same plans.
         """

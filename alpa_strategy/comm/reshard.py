@@ -185,6 +185,15 @@ class _ReshardNode(torch.autograd.Function):
     def forward(
         ctx: Any, tensor: Tensor, reshard: Reshard, swapped: bool, coming: Pending | None = None
     ) -> Tensor:
+        """Return the local tensor in the other layout, always a new tensor object.
+
+        Args:
+            tensor: a local tensor in the layout `reshard.src`; if `swapped`, a gradient in that of
+                `reshard.dst`.
+            reshard: the resharding.
+            swapped: whether to run its transpose.
+            coming: the result if its communication was launched already; it is waited for.
+        """
         ctx.reshard = reshard
         ctx.swapped = swapped
         ctx.entrance = _entrance_of(tensor)
@@ -199,6 +208,11 @@ class _ReshardNode(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        """Return the gradient of `tensor`: that of the result, redistributed the other way.
+
+        If the tensor is a parameter and the sum over devices can be launched, it is, and the
+        gradient is zero: `Entrance.backward` adds the sum later.
+        """
         if ctx.entrance is not None and not torch.is_grad_enabled():
             coming = ctx.reshard.start_gradients(grad)
             if coming is not None:
@@ -249,6 +263,12 @@ class Entrance(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, parameter: Tensor, sums: Sums) -> Tensor:
+        """Return a view of the parameter.
+
+        Args:
+            parameter: enters the step.
+            sums: records the sums of its gradients that are launched in the backward.
+        """
         # Read by `SavedTensorHooks`.
         ctx.is_made_of_parameters = True
         ctx.sums = sums
@@ -258,6 +278,7 @@ class Entrance(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        """Return the gradient plus the sums of it that are in flight, which are waited for."""
         in_flight = ctx.coming
         ctx.coming = []
         total = grad
@@ -313,7 +334,11 @@ def _run(steps: Sequence[LocalStep], tensor: Tensor, mesh: MeshComm) -> Tensor:
 
 
 def _redistribute(tensor: Tensor, step: LocalStep, axis: AxisComm) -> Tensor:
-    """Redistribute the local tensor on one axis, in one direction."""
+    """Return the local tensor redistributed on one axis, from `step.src` to `step.dst`.
+
+    May be `tensor` itself; else it shares no memory with it. Collective on `axis` unless the target
+    is a part of the source.
+    """
     match step.src, step.dst:
         case Shard(dim=gathered), Shard(dim=split):
             return axis.all_to_all(tensor, gathered, step.shape[gathered], split)

@@ -20,7 +20,7 @@ def add_arguments(diff: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print what differs between two plans, and write their page if it is requested."""
+    """Print what differs between two plans, write their page if it is requested, and return 0."""
     paths = arguments.before, arguments.after
     plans = [Plan.load(path) for path in paths]
     names = _names(*paths)

@@ -104,8 +104,8 @@ def _add_search_arguments(plan: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Plan the recipe, or a model by its name, print the plan, and store it with its page if a file
-    is given.
+    """Plan the recipe, or a model by its name, print the plan, store it with its page if a file is
+    given, and return 0.
     """
     from alpa_strategy.page.stored import store_plan
 

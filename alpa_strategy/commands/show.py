@@ -32,7 +32,7 @@ def add_arguments(show: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print a stored plan, and write its page and picture if these are requested."""
+    """Print a stored plan, write its page and picture if these are requested, and return 0."""
     plan = Plan.load(arguments.plan)
     console = make_console()
     console.print(plan_table(plan))

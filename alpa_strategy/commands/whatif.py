@@ -79,7 +79,14 @@ Planning = tuple["PlanTask", Callable[[], Plan]]
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Plan as it is, with each change alone and with all of them; print what changes and why."""
+    """Plan as it is, with each change alone and with all of them; print what changes and why.
+
+    Returns:
+        The exit status, 0.
+
+    Raises:
+        PlanError: there is no plan with all changes. The table was printed.
+    """
     # What was planned for the same inputs is not planned again.
     stored = Plan.load(arguments.recipe) if _is_plan_file(arguments.recipe) else None
     origin = _origin(arguments, stored)
@@ -161,6 +168,10 @@ def _origin(arguments: argparse.Namespace, stored: Plan | None) -> Origin:
 
     Args:
         stored: the plan of the first argument; None: that is a recipe or a model by name.
+
+    Raises:
+        PlanError: the stored plan does not name its recipe.
+        OptionError: `--cluster` is missing for a recipe.
     """
     if stored is not None:
         details = details_of_file(arguments.recipe, stored)
@@ -303,7 +314,12 @@ class UnchangedPlan:
 
 
 def _unchanged(task: "PlanTask", plan: Plan | None) -> UnchangedPlan:
-    """Return the step of the changed task with the unchanged plan."""
+    """Return the seconds and bytes of a step of the changed task with the unchanged plan, or the
+    problem.
+
+    The problem is that there is no plan (None), that it is for another number of devices, or that
+    it does not fit the task.
+    """
     from alpa_strategy.planner.plan_stages import cost_on
 
     if plan is None:

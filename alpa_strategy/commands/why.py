@@ -89,7 +89,9 @@ def explanation_table(answer: Explanation, show_all: bool = False) -> Renderable
 
 
 def _add_row(table: Table, choice: LayoutChoice, chosen: LayoutChoice, style: str) -> None:
-    """Add the row of `choice`: its seconds, bytes and difference from the chosen layout."""
+    """Add the row of `choice`: its seconds, bytes and difference from the chosen layout, or that it
+    does not fit (seconds None).
+    """
     layout = plain(choice.layout + (" (plan)" if choice is chosen else ""))
     if choice.seconds is None:
         table.add_row(layout, Text("does not fit", style="red"), style=style)

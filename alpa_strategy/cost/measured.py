@@ -307,6 +307,7 @@ def measure_device(
 
     Args:
         local_ranks: of the job on this host, which share a CPU's memory.
+        budget_seconds: of all measurements, about.
     """
     device = torch.device(device)
     share = budget_seconds / 6

@@ -41,7 +41,9 @@ REFERENCE_WIDTH = 128
 
 
 def rated_dtype(device: DeviceSpec, name: str) -> str:
-    """Return the dtype whose FLOP/s `device` names, to take for operands of the dtype `name`."""
+    """Return the dtype whose FLOP/s `device` names, to take for operands of the dtype `name`:
+    itself, else one of `FALLBACKS`, else the slowest.
+    """
     peaks = dict(device.peak_flops)
     for candidate in (name, *FALLBACKS.get(name, ("float32",))):
         if candidate in peaks:

@@ -130,7 +130,7 @@ def _waiting_share(plan: Plan) -> float:
 
 
 def _idle_of_devices(plan: Plan) -> list[float]:
-    """Return the share of the step in which each device is idle; 0 if it is not known."""
+    """Return the share of the step in which each device is idle; [0.0] if it is not known."""
     if not has_timeline(plan):
         return [0.0]
     idle: list[float] = []
@@ -152,7 +152,9 @@ def _gain(plan: Plan, saved_seconds: float) -> float:
 
 
 def _half_precision(plan: Plan) -> list[Change]:
-    """Return half precision, if the devices multiply faster in it."""
+    """Return the change to half precision; [] if the devices are not known to multiply faster in
+    it.
+    """
     figures = plan.figures
     if figures is None or figures.half_share is None:
         return []
@@ -268,7 +270,7 @@ def _activation_growth(plan: Plan) -> float:
 
 
 def _no_recomputation(plan: Plan) -> list[Change]:
-    """Return no recomputation, if the slowest stage recomputes its activations."""
+    """Return the change to no recomputation; [] if the slowest stage does not recompute."""
     stage = longest_stage(plan)
     if not stage.remat:
         return []
@@ -288,7 +290,11 @@ def _faster_links(plan: Plan, schedule: ScheduleTimeline | None) -> list[Change]
 
 
 def _saved_by_faster_boundaries(plan: Plan, before: ScheduleTimeline | None) -> float:
-    """Return the seconds that a step is shorter if messages between stages take half as long."""
+    """Return the seconds that a step is shorter if messages between stages take half as long.
+
+    Args:
+        before: the schedule now; None: waiting is no part of the step, the result is 0.
+    """
     if before is None:
         return 0.0
     stages = [replace(s, boundary_seconds=s.boundary_seconds / 2) for s in plan.stages]

@@ -81,7 +81,7 @@ def _figures(plan: Plan) -> TaskFigures:
 
 def change(old: float, new: float) -> Text:
     """Return how a number changes from `old` to `new`, in percent: green if it gets less, else red.
-    Empty if the two are about the same.
+    `new` if there was nothing; empty if the two are about the same.
     """
     if old == new:
         return Text("")
@@ -151,7 +151,8 @@ def _layouts(plan: Plan) -> Layouts:
 
 
 def _parameters(names: Sequence[str], before: Plan, after: Plan) -> RenderableType:
-    """Return a table of the parameters that two plans store differently, equal ones in one row.
+    """Return a table of the parameters that two plans store differently, equal ones in one row and
+    at most `MAX_ROWS` rows; a line of text if there are none.
 
     Args:
         names: of the two plans, for the columns.

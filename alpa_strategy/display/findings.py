@@ -31,7 +31,7 @@ _WORDS = {
 
 def findings(plan: Plan) -> list[str]:
     """Return sentences: the parts of a step's time, the largest first, the slow boundaries between
-    stages, and the collective that takes longest.
+    stages, and the collective that takes longest; [] if the parts are not known.
     """
     # Messages are part of waiting, and come before it.
     largest, *others = _parts(plan) or [""]
@@ -111,7 +111,7 @@ def slow_boundaries(plan: Plan) -> list[tuple[float, int]]:
 
 def _messages(plan: Plan) -> list[str]:
     """Return a line about the messages of the slowest boundary, if it is slow or if its messages
-    take longer than any collective, and how many other boundaries are slow.
+    take longer than any collective, and how many other boundaries are slow; else [].
     """
     messages = boundary_messages(plan)
     if not messages:
@@ -158,7 +158,7 @@ def _stages(indices: Sequence[int]) -> str:
 
 
 def _imbalance(plan: Plan) -> list[str]:
-    """Return a line if the busiest devices work clearly longer than the mean."""
+    """Return a line if the busiest devices work clearly longer than the mean; else []."""
     groups = stages_by_devices(plan)
     if len(groups) < 2:
         return []

@@ -81,6 +81,7 @@ def plan_svg(plan: Plan) -> str:
 
 
 def _printed(plan: Plan) -> Console:
+    """Return a console of `PICTURE_WIDTH` columns that recorded the plan's table."""
     console = make_console(record=True, file=io.StringIO(), width=PICTURE_WIDTH)
     console.print(plan_table(plan))
     return console

@@ -75,7 +75,9 @@ def predicted_parts(plan: Plan) -> dict[str, float]:
 
 
 def _collective_seconds(stage: StagePlan) -> dict[str, float]:
-    """Return the predicted seconds of a stage's collectives by kind, without what is hidden."""
+    """Return the predicted seconds of a stage's collectives by kind, without what is hidden; all
+    under `communication` if the plan has no collectives.
+    """
     by_kind: dict[str, float] = {}
     for collective in stage.collectives:
         kind = collective.kind
@@ -88,7 +90,8 @@ def _collective_seconds(stage: StagePlan) -> dict[str, float]:
 
 
 def measured_parts(profiled: ProfiledSteps, plan: Plan) -> dict[str, float]:
-    """Return the measured seconds of a step by part: means over the devices of the busiest stage.
+    """Return the measured seconds of a step by part: means over the devices of the busiest stage,
+    or over all if none of these was profiled.
 
     Args:
         profiled: of a run.

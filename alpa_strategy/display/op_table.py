@@ -147,7 +147,10 @@ def _unlisted_rows(pattern: str) -> list[OpRow]:
 
 
 def _parts_of_name(pattern: str) -> tuple[str, str, str]:
-    """Return namespace, name and overload of `aten.ger*`, `aten::ger.default` or `ger`."""
+    """Return (namespace, name, overload) of `aten.ger*`, `aten::ger.default` or `ger`.
+
+    A `*` at the end is dropped. The namespace is `aten` if there is none, a missing overload "".
+    """
     text = pattern.replace("::", ".").strip("*.")
     if "." not in text:
         text = f"aten.{text}"

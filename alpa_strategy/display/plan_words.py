@@ -228,7 +228,8 @@ def batch_words(figures: TaskFigures) -> str:
 
 def task_words(plan: Plan) -> str:
     """Return a text of the task for which a plan was made, as far as it is known, such as `1024
-    samples of 1024 tokens, 16 a micro-batch, 16-mixed, AdamW; pinned: num_microbatches=64`.
+    samples of 1024 tokens, 16 a micro-batch, 16-mixed, AdamW; pinned: num_microbatches=64`; "" if
+    nothing is known.
     """
     figures = plan.figures
     if figures is None:
@@ -303,7 +304,8 @@ def peak_text(plan: Plan, memory_limit: float | None, process_bytes: int) -> Tex
 
 def rates_text(figures: TaskFigures | None, step_seconds: float) -> str:
     """Return the rates of steps that take `step_seconds`, as far as they are known: `100 samples/s,
-    102 k tokens/s, MFU 50.0%`. Where FLOP/s are missing for the MFU, that is said.
+    102 k tokens/s, MFU 50.0%`; "" if none is. The text names dtypes whose FLOP/s are missing for
+    the MFU.
     """
     if figures is None:
         return ""

@@ -139,8 +139,8 @@ def has_timeline(plan: Plan) -> bool:
 
 
 def device_range(stage: StagePlan) -> str:
-    """Return the devices of a stage as text: `3`, `0-3`, or if they are not in order `0, 3, 1,
-    2`.
+    """Return the devices of a stage as text: `3`, `0-3`, or if they are not in order `0, 3, 1, 2`
+    (at most 8).
     """
     if stage.devices:
         shown = ", ".join(map(str, stage.devices[:8]))

@@ -110,6 +110,9 @@ class DeferredInit(ModuleInit):
 
         Buffers are made now, and parameters as well if the module will not be sharded. Collective.
 
+        If parameters are to be made in shards, the Trainer's sanity check is switched off
+        (`num_sanity_val_steps = 0`), and rank 0 logs that.
+
         Args: as of `ModuleInit.settle`.
 
         Raises:
@@ -170,6 +173,9 @@ class DeferredInit(ModuleInit):
         """Give deferred parameters their real device, dtype and shape, still without memory.
 
         After this, `data` may be set. The Parameter objects stay the same.
+
+        Raises:
+            AlpaError: a parameter was changed in place after it was built without memory.
         """
         assert self._recorder is not None
         for name, parameter in module.named_parameters():

@@ -354,8 +354,8 @@ class _PhasePrices:
         stored: Mapping[str, _StoredParameter],
         parallel: str = "auto",
     ) -> _PhaseOption:
-        """Return the plan with layouts of its own, and the seconds to move what is stored; None if
-        nothing is stored.
+        """Return the plan with layouts of its own, with the seconds to move what is stored (None if
+        nothing is).
         """
         # Parameters without a layout keep the phase's one in training, too, which must have memory
         # for them. Under ZeRO-3 it has.
@@ -399,6 +399,10 @@ class _PhasePrices:
     ) -> Plan:
         """Return a plan on all devices that leaves memory for what is stored and `more_bytes` on
         each.
+
+        Args:
+            pinned: name -> layouts of parameters that must be kept.
+            pins: further fields of `PlanOptions`.
         """
         task_options = self._task.options
         limit = self._task.memory_limit - self.stored_bytes - more_bytes

@@ -161,7 +161,8 @@ def _brought(planned: PlannedChange, case: FitCase, plan: Plan) -> str:
 
 
 def with_changes(plan: Plan, changes: Sequence[PlannedChange], case: FitCase) -> Plan:
-    """Return a plan whose figures have the changes, for `alpa show` and the page.
+    """Return a plan whose figures have the changes, for `alpa show` and the page; the plan itself
+    if it has no figures.
 
     Args:
         plan: of the case as requested.

@@ -64,7 +64,7 @@ def usual_sequences(step: StepGraph) -> tuple[float, ...]:
 
 
 def equal_stages(layer_seconds: Sequence[float], num_stages: int) -> list[int]:
-    """Return the first layer of each stage, and the number of layers: stages of about equal
+    """Return the first layer of each stage, and at last the number of layers: stages of about equal
     seconds.
     """
     ends = list(accumulate(layer_seconds))

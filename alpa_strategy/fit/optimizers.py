@@ -34,6 +34,9 @@ def optimizer_of(name: str, module: torch.nn.Module) -> OptimizerInfo:
     """Return how the named optimizer trains the parameters of `module`.
 
     Muon trains matrices; the few other parameters are counted as if it trained them, too.
+
+    Raises:
+        OptionError: there is no optimizer of this name.
     """
     check_optimizer(name)
     maker = OPTIMIZERS[name]

@@ -116,7 +116,11 @@ def read_config(source: str) -> dict[str, Any]:
 
 
 def _hub_file(source: str) -> Path:
-    """Return the config.json of a model of the hub, downloaded or from the hub's cache."""
+    """Return the config.json of a model of the hub, downloaded or from the hub's cache.
+
+    Raises:
+        OptionError: the name is none of the hub, or the hub gives no such file.
+    """
     is_name = 1 <= source.count("/") + 1 <= 2 and not source.endswith(".json")
     if not is_name or source.startswith((".", "/", "~")):
         raise OptionError(

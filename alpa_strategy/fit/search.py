@@ -223,7 +223,9 @@ class RegularSearch:
         return stage
 
     def _plan(self, configuration: Configuration, solve: SolveStage) -> Plan:
-        """Return the plan of a configuration whose stages are solved by `solve`."""
+        """Return the plan of a configuration whose stages are solved by `solve`; its PlanErrors
+        pass.
+        """
         solver = self._named(configuration)
         job = solver.job
         submesh = self._submesh(configuration.num_stages)
@@ -319,7 +321,7 @@ class RegularSearch:
 
     def _stage_counts(self) -> list[int]:
         """Return the numbers of stages to try: the pinned one, or powers of two that divide the
-        devices.
+        devices, at most one stage per layer.
         """
         pinned = self.task.options.num_stages
         if pinned is not None:
@@ -426,7 +428,9 @@ class RegularSearch:
         return self._costs_alone[key]
 
     def _names(self, shape: tuple[int, ...]) -> list[tuple[str, ...]]:
-        """Return named plans that need less memory than the fastest one, an entry per mesh axis."""
+        """Return named plans that need less memory than the fastest one, an entry per mesh axis; []
+        if the user chose layouts.
+        """
         if self.task.options.parallel != "auto" or self.task.options.placements:
             return []
         others = len(shape) - 1

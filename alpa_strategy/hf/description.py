@@ -25,9 +25,10 @@ def add_descriptions(module: nn.Module, checkpoint: dict[str, Any]) -> None:
 
 
 def describe(module: nn.Module) -> dict[str, dict[str, Any]]:
-    """Return name of a submodule -> its description, for the outermost models of Hugging Face.
+    """Return name of a submodule -> its description, for the outermost models of Hugging Face in
+    `module`; not for `module` itself.
 
-    Empty, without an import, if the libraries are not in use.
+    Empty if transformers has not been imported.
     """
     transformers = sys.modules.get("transformers")
     if transformers is None:

@@ -134,7 +134,11 @@ def _explained(path: str | Path, error: Exception) -> CheckpointError | None:
 
 
 def _weight_map(index: Path) -> Mapping[str, str]:
-    """Return name of a tensor -> its file, as an index file has it."""
+    """Return name of a tensor -> its file, as an index file has it.
+
+    Raises:
+        CheckpointError: the file cannot be read or is no index.
+    """
     try:
         content = json.loads(index.read_text())
         return dict(content["weight_map"])

@@ -103,7 +103,7 @@ def create(path: Path, layout: Layout) -> None:
 
 
 def write_tensor(path: Path, offset: int, tensor: Tensor) -> None:
-    """Write the bytes of a contiguous CPU tensor into an existing file.
+    """Write the bytes of a contiguous CPU tensor into an existing file, from the byte `offset` on.
 
     Raises:
         CheckpointError: the file system has no space left, or another error.

@@ -284,7 +284,15 @@ def _load(needed: Sequence[ParameterSource], in_use: Sequence[ParameterSource]) 
 
 
 def _put_in_place(staging: Path, target: Path, weights: Sequence[Path]) -> None:
-    """Give all files of `staging` their names in `target`, weights before the index."""
+    """Move all files of `staging` to `target`, weights before the index; delete stale weights
+    there, and `staging`.
+
+    Args:
+        weights: names of the weight files, relative to `staging`.
+
+    Raises:
+        CheckpointError: the folder cannot be written.
+    """
     try:
         if not target.exists():
             os.rename(staging, target)

@@ -26,7 +26,8 @@ def upload(folder: Path, url: str, in_background: bool) -> None:
     Args:
         folder: local.
         url: of the folder to make.
-        in_background: return at once; `wait` raises what failed.
+        in_background: return at once; `wait` raises what failed. If not, earlier uploads are waited
+            for first, and their errors are raised.
 
     Raises:
         CheckpointError: the URL cannot be written to.

@@ -31,7 +31,9 @@ class _Communication:
     reduced_once: float = 0.0
 
     def add(self, message: Message, intra: IntraOp) -> None:
-        """Add a message."""
+        """Add the seconds of a message to the sums of its phase. Messages once a step count only if
+        they are of a parameter.
+        """
         if message.phase == "step":
             if not message.of_parameter:
                 return

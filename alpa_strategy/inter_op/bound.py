@@ -42,7 +42,7 @@ MAX_ENTRIES = 4_000_000
 
 def step_bound(space: StageSpace) -> float:
     """Return a lower bound of the seconds of a step, over all stages, meshes and layouts of
-    `space`.
+    `space`; 0 if there are none that fit.
     """
     job = space.job
     costs = _costs(space)
@@ -188,7 +188,9 @@ def _costs(space: StageSpace) -> _Costs:
 
 
 def _links(tables: StageTables) -> list[np.ndarray]:
-    """Return, per submesh, the indices of the links that a stage on it may have to the next one."""
+    """Return, per submesh, the indices of the links that a stage on it may have to the next one;
+    [0] if none may follow.
+    """
     links = []
     for size, fits in zip(map(int, tables.num_devices), tables.fits.T, strict=True):
         # Devices left for the next stage.
@@ -217,7 +219,8 @@ def _wires_before(job: StageCostTask, tables: StageTables, wires: np.ndarray) ->
 
 
 def _of_runs(layers: np.ndarray, overhead: float) -> np.ndarray:
-    """Return [first layer, last + 1, submesh] sums of `layers`, plus the overhead of a stage.
+    """Return [first layer, last + 1, submesh] sums of `layers`, plus the overhead of a stage; inf
+    where there is no layer.
 
     Args:
         layers: [layer, submesh] seconds.
@@ -405,7 +408,8 @@ def _waiting(costs: _Costs, name: str, v: int, index: int) -> float:
 
 
 def _mean_work(costs: _Costs, name: str, v: int, index: int) -> float:
-    """Return the mean seconds of work of equal meshes, v stages on each, that fit into memory.
+    """Return the mean seconds of work of equal meshes, v stages on each, that fit into memory; inf
+    if there are none.
 
     Args:
         name: of the schedule.

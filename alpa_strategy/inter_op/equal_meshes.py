@@ -115,7 +115,9 @@ class EqualMeshes:
         of their work delays others: for unequal stages it may be twice the simulated step.
 
         Args:
-            known: seconds of the best candidate so far; only faster ones are yielded.
+            cuts: layers at which stages begin and end.
+            known: returns the seconds of the best candidate so far; only faster ones are yielded,
+                perhaps none.
         """
         choice, busy = self._cheapest_and_busy(cuts)
         if sum(busy) >= len(busy) * known() or math.isinf(sum(busy)):

@@ -137,11 +137,15 @@ Floors = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
 
 
 def floors_of(job: "StageCostTask", priced: "PricedLayers", is_needed: bool) -> Floors:
-    """Return lower bounds of every layer's seconds under the memory limit, at the prices at which
-    layers were solved: of stages whose activations count and that recompute nothing.
+    """Return lower bounds of every layer under the memory limit, at the prices at which layers were
+    solved: of stages whose activations count and that recompute nothing.
 
     Args:
-        is_needed: whether memory may bind. If not, there are no bounds.
+        is_needed: whether memory may bind.
+
+    Returns:
+        The prices, seconds, bytes always and temporary bytes, as of `Floors`. Without prices, and
+        with bytes of 0, if memory cannot bind or layers were solved at one price only.
     """
     kinds = priced.unpriced.kinds
     if not is_needed or len(priced.prices) == 1:
@@ -253,7 +257,7 @@ class StageFloors:
         self, submesh: int, alive: float, stages_per_mesh: int, may_recompute: bool
     ) -> np.ndarray:
         """Return [first, last + 1] the least bound over logical shapes, and over whether the stage
-        recomputes.
+        recomputes; 0 if there are no bounds.
 
         Args:
             submesh: its index.

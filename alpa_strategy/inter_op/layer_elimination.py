@@ -72,7 +72,9 @@ def _largest_costs(transfer: Transfer) -> np.ndarray:
 
 
 def _small_shared_transfers(problem: Problem) -> list[int]:
-    """Return the indices of the small transfers with several uses, the smallest first."""
+    """Return the indices of the small transfers with several uses, the smallest first: none of
+    their costs is more than `SMALL_SHARE` of the largest of all transfers.
+    """
     largest = [_largest_costs(transfer) for transfer in problem.transfers]
     if not largest:
         return []

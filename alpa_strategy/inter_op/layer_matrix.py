@@ -244,11 +244,7 @@ def _joined_prices(pairs: Sequence["Pairs"]) -> "Pairs":
 
 
 def _one_by_one(problem: Problem, num_prices: int) -> list[Problem]:
-    """Return the problem at each single price.
-
-    Args:
-        problem: whose tables have a leading axis of prices.
-    """
+    """Return the problem at each of `num_prices` prices: the leading axis of its tables."""
     problems = []
     for k in range(num_prices):
         choices = tuple(replace(x, cost=x.cost[k], memory=x.memory[k]) for x in problem.choices)

@@ -55,6 +55,8 @@ class RunCandidates(NamedTuple):
 def newly_received_shares(layers: Sequence[StepGraph]) -> list[np.ndarray]:
     """Return, per layer, [first] the share of its received bytes that no earlier layer of a run
     from `first` on receives as well.
+
+    `first` goes from 0 to the layer before; the share is 1 for a layer that receives nothing.
     """
     # value -> the last layer that received it
     last_reader: dict[int, int] = {}
@@ -95,7 +97,12 @@ class Runs:
         return runs
 
     def renumbered(self, number: np.ndarray, num_layers: np.ndarray) -> "Runs":
-        """Return the same runs under other numbers, which tell at least as many apart."""
+        """Return the same runs under other numbers, which tell at least as many apart.
+
+        Args:
+            number: as the field, with the new numbers; -1: no run.
+            num_layers: [new number] layers of the runs that have it.
+        """
         # [run] one of the runs of layers with this number.
         examples = np.zeros(len(num_layers), dtype=int)
         exists = number >= 0
@@ -104,7 +111,9 @@ class Runs:
 
 
 def with_equal_numbers(of_shapes: Sequence[Runs]) -> list[Runs]:
-    """Return the runs on several logical shapes, with the same number for the same layers."""
+    """Return the runs on several logical shapes under new numbers, the same on all shapes: two runs
+    have one number if they had one on every shape.
+    """
     exists = of_shapes[0].number >= 0
     numbers = np.stack([runs.number[exists] for runs in of_shapes], axis=1)
     _, examples, number_of = np.unique(numbers, axis=0, return_index=True, return_inverse=True)

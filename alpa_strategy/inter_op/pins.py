@@ -117,8 +117,11 @@ def layers_of(
     `options.device_map` pins the parameters that it reads.
 
     There are as many layers as there may be stages, and a split at every index that a pin requires.
-    A parameter that several modules share is pinned where it is used under the pinned name.
-    A model of few blocks is also split as for one stage on every device, or on every equal mesh.
+    A parameter that several modules share is pinned where it is used under the pinned name. A model
+    of few blocks is also split as for one stage on every device, or on every equal mesh.
+
+    Raises:
+        OptionError, PlanError: as of `stage_cuts` and `pinned_places`.
     """
     # Stages that the options allow; they are possible (`check_pins`).
     least = options.num_stages or 1

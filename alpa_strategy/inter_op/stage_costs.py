@@ -339,7 +339,8 @@ def _with_extra_floors(
 
 
 def _candidates_of_runs(job: StageCostTask, of_shapes: Sequence[Runs]) -> RunCandidates:
-    """Return the cheapest candidates of all runs, [first layer, last + 1, candidate].
+    """Return the cheapest candidates of all runs, [first layer, last + 1, candidate]. Without a
+    shape none is possible.
 
     Args:
         of_shapes: the runs on each logical shape of a submesh.
@@ -373,7 +374,9 @@ def _always_fits(job: StageCostTask, parts: np.ndarray) -> bool:
 
 
 def free_runs(job: StageCostTask, submesh: tuple[int, int]) -> LayerRangeCosts:
-    """Return all runs that the options allow on a submesh, with no time and no memory."""
+    """Return all runs that the options allow on a submesh, with no time and no memory; inf seconds
+    where there is no run.
+    """
     shapes = allowed_shapes(job.cluster, job.options, submesh)
     zero = np.zeros((job.num_layers, job.num_layers + 1, 1))
     is_run = np.triu(zero[..., 0] == 0, 1)[..., None]

@@ -305,7 +305,8 @@ class _Search:
         )
 
     def _runs(self, a: int, is_last: bool) -> tuple[np.ndarray, np.ndarray]:
-        """Return [run] the layers [first, last) of the stages that are possible on submesh `a`.
+        """Return the stages that are possible on submesh `a`: their first layers [run], and the
+        layers after their last ones [run].
 
         Args:
             is_last: of the last stages of pipelines, otherwise of all others.
@@ -385,7 +386,8 @@ class _Search:
         return self._read(shorter, num_stages, first_submesh, threshold)
 
     def _before(self, below: Sequence[Sequence[_StagesBelow]]) -> tuple[np.ndarray, np.ndarray]:
-        """Return [layer] the fewest devices, and the least first term, of stages before a layer.
+        """Return [layer] the fewest devices, and the least first term, of stages before a layer;
+        inf if no stages can be before it.
 
         Whatever is in flight, and whatever follows: no pipeline needs less.
 

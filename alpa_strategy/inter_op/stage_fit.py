@@ -155,7 +155,9 @@ class StageFit:
         return does_not_fit(f"a stage on {num_devices} devices needs", num_bytes, self._limit)
 
     def _temporary_at_least(self) -> float:
-        """Return the temporary bytes that the stage needs whatever its layouts."""
+        """Return the temporary bytes that the stage needs whatever its layouts; 0 if they may take
+        the place of gradients.
+        """
         if self._job.gradients_begin:
             # What is temporary may take the place of gradients.
             return 0.0

@@ -222,7 +222,8 @@ def _transfer_parts(intra: IntraOp, spans: "RematSpans", index: int) -> CostBrea
 
 
 def copies_that_casts_hold(intra: IntraOp, index: int) -> np.ndarray:
-    """Return [option] the bytes of a parameter's gathered copy that its casts hold as well.
+    """Return [option] the bytes of a parameter's gathered copy that its casts hold as well; 0 if
+    the step does not cast it.
 
     A copy is gathered in the dtype to which all uses cast it. These casts then return the copy
     itself, and its bytes are counted with what they hold until the end of the step.
@@ -342,7 +343,9 @@ def with_update_row(
 
 
 def update_bytes(stage: StageProblem) -> float:
-    """Return the bytes that the stage needs at least while the optimizer updates."""
+    """Return the bytes that the stage needs at least while the optimizer updates; inf if all
+    strategies of a choice are forbidden.
+    """
     least = 0.0
     for choice, at_update in zip(stage.intra.problem.choices, _bytes_at_update(stage), strict=True):
         # As floats: integers have no infinity.

@@ -28,7 +28,12 @@ BLOCK_BYTES = 100 * 2**20
 def decode(
     intra: IntraOp, assignment: Sequence[int], submesh: tuple[int, int], predicted: Predicted
 ) -> StagePlan:
-    """Return the stage plan of an assignment (strategy index per choice of `intra.problem`)."""
+    """Return the stage plan of an assignment (strategy index per choice of `intra.problem`).
+
+    Args:
+        submesh: (nodes, devices per node) of the stage.
+        predicted: figures of a step, stored as they are.
+    """
     step, of_ops = intra.step, assignment[len(intra.parameters) :]
     plans = {
         p.name: options.plans[k]
@@ -215,7 +220,9 @@ class _CollectiveTotal:
             self.num_as_large += 1
 
     def text(self, intra: IntraOp, names: Mapping[int, str]) -> str:
-        """Return the tensor of the largest message, and how many messages are as large."""
+        """Return the tensor of the largest message, and how many messages are as large; "" if there
+        is none.
+        """
         if self.largest is None:
             return ""
         moved, message = self.largest

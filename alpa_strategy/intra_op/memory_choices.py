@@ -54,6 +54,9 @@ VIEWS = (PLAIN_VIEWS | PART_VIEWS) - MAY_COPY
 def can_run_again(call: OpCall) -> bool:
     """Whether a second run of an op gives the same tensor, in memory of its own, for all values of
     the step's counters.
+
+    So not for views, random ops and ops with symbolic numbers. Ops without operands or with several
+    results are left out as well.
     """
     has_one_result = len(call.results) == 1 and not call.returns_tuple
     if not has_one_result or not call.operands:
@@ -312,6 +315,9 @@ class _AddedStrategies:
             a result that is saved      cost                   cost + column seconds
             one that is not             cost + hidden          the same, but to a copied view: 0 in
                                                                the layout of the result, else inf
+
+        Args:
+            only: as of `duplicate_strategies`.
         """
         extended = duplicate_strategies(problem, self._choices, self._more_seconds, only=only)
         transfers = []
@@ -360,7 +366,9 @@ class _AddedStrategies:
 
 
 def recomputed(intra: IntraOp, assignment: Sequence[int]) -> tuple[str, ...]:
-    """Return the names of the ops whose strategy recomputes."""
+    """Return the names of the ops whose strategy recomputes, and does not store the result in host
+    memory.
+    """
     offloaded = stored(intra, assignment)
     names = []
     for index in _added_in(intra, intra.recomputes, assignment):
@@ -437,7 +445,7 @@ def pinned_offload(
     step: StepGraph, options: PlanOptions, host: Host | None
 ) -> frozenset[str] | None:
     """Return the names of the parameters that `PlanOptions.offload` pins to host memory, None if
-    that is solved.
+    that is solved; empty for `offload=False`.
 
     Raises:
         OptionError: a name matches no parameter.

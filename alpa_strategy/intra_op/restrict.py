@@ -35,14 +35,18 @@ def restrict(
     optimizer: OptimizerInfo,
     pinned: Mapping[str, ParameterPlan] | None = None,
 ) -> IntraOp:
-    """Return the same problem with the user's restrictions in it.
+    """Return the same problem with the user's restrictions in it; `intra` itself if there are none.
+
+    Strategies that a pin, the optimizer or a named plan (`parallel=`) forbids cost infinity. Others
+    that the named plan avoids get a penalty: they are taken only if no others are possible.
 
     Args:
         pinned: layouts of parameters that must be kept, by name (steps that share a running plan's
             parameters).
 
     Raises:
-        PlanError: no strategy of a parameter meets a pin, with the modes that exist.
+        PlanError: no strategy of a parameter meets its pin (the message has the modes that exist),
+            or none is left under the options and for the optimizer.
     """
     # The named plan of every mesh axis.
     names = options.parallel

@@ -241,7 +241,12 @@ def _read_tuple(kind: Any, data: list[Any], path: str) -> tuple[Any, ...]:
 
 
 def _read_key(kind: type, key: str, path: str) -> Any:
-    """Return a key of a dict as `kind`: keys of JSON objects are always texts."""
+    """Return a key of a dict as `kind`: keys of JSON objects are always texts.
+
+    Raises:
+        PlanError: an int is expected, and `key` is none; the message has `path`, the field in the
+            file.
+    """
     if kind is int and not _VALUE_INDEX.fullmatch(key):
         raise PlanError(f"{path}: {key!r} is not the number of a value", FIX)
     return kind(key)

@@ -20,6 +20,9 @@ def slice_stage(step: StepGraph, first: int, last: int) -> StepGraph:
     A log, metric or output belongs to the slice that computes its last value, and receives its
     other values there. One without values of ops belongs to the slice with the last op. A buffer is
     updated where its new value is computed.
+
+    Raises:
+        ValueError: the range is empty or not within the step's ops.
     """
     if not 0 <= first < last <= len(step.ops):
         raise ValueError(f"ops [{first}, {last}) of a step with {len(step.ops)} ops")

@@ -112,7 +112,7 @@ def asked_by_user(frame: FrameType | None) -> bool:
 def asking_frame(frame: FrameType | None) -> FrameType | None:
     """Return the innermost frame at or above `frame` that is not the standard library's.
 
-    None inside an import, which runs once.
+    None inside an import, which runs once, and if there is no such frame.
     """
     while frame is not None:
         path = frame.f_code.co_filename
@@ -259,7 +259,9 @@ def reached_functions(functions: Iterable[Callable[..., Any]]) -> list[types.Fun
 
 
 def code_names(code: types.CodeType) -> Iterator[str]:
-    """Yield the names in `code` and in functions, lambdas and comprehensions inside it."""
+    """Yield the globals and attributes (`co_names`) in `code` and in functions, lambdas and
+    comprehensions inside it.
+    """
     yield from code.co_names
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):

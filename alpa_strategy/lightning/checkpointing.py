@@ -158,7 +158,7 @@ class Checkpoints:
         return checkpoint
 
     def _open_together(self, path: str | Path, weights_only: bool | None) -> dict[str, Any]:
-        """Open a checkpoint on all ranks: one that is done may delete what its node has downloaded.
+        """Open a checkpoint on all ranks; FileNotFoundError on all if one of them does not find it.
 
         Collective, if it is at a URL.
         """
@@ -274,7 +274,7 @@ class Checkpoints:
     def restore(self, run: Any, optimizers: Sequence[Optimizer]) -> None:
         """Read this rank's shards from the checkpoint, and continue its random streams.
 
-        Collective.
+        `run` is the run from now on; hooks may read full parameters. Collective.
         """
         if self._run is None and self._resume is not None:
             warn_of_stop(self._resume, self._trainer)
@@ -321,7 +321,7 @@ class Checkpoints:
                             state[key] = move_data_to_device(value, parameter.device)
 
     def process_dataloader(self, loader: Any) -> Any:
-        """Return a training dataloader with a known position, from that of the checkpoint on."""
+        """Return a training dataloader that continues from the checkpoint; others unchanged."""
         # Users may require a dataloader before any fit.
         if self._trainer is None or not self._trainer.training:
             return loader
@@ -373,8 +373,8 @@ class Checkpoints:
             return module.state_dict()
 
     def optimizer_state(self, strategy: Any, optimizer: Optimizer) -> dict[str, Any]:
-        """Return the optimizer's state dict for a checkpoint: of shards if it is written in shards,
-        else full. Collective.
+        """Return the optimizer's state dict for a checkpoint, with shards or full tensors as it
+        will be written; {} if only some ranks are here. Collective.
         """
         if self._left_alone:
             return {}
@@ -485,7 +485,7 @@ class Checkpoints:
 
     def _add_rank_states(self, checkpoint: dict[str, Any]) -> None:
         """Add the states of all ranks, loaders and random generators among them, to a checkpoint of
-        a training. Collective.
+        a training, not to others. Collective.
         """
         if self._trainer.state.fn != TrainerFn.FITTING or "loops" not in checkpoint:
             return
@@ -530,7 +530,7 @@ class Checkpoints:
         return self._writer
 
     def _is_left_alone(self) -> bool:
-        """Whether an exception brought only some ranks here: waiting for the others would hang."""
+        """Whether only some ranks are here after an exception: waiting would hang. Rank 0 warns."""
         if (
             self._left_alone
             or self._trainer.state.status != TrainerStatus.INTERRUPTED

@@ -215,19 +215,19 @@ def put_states(checkpoint: dict[str, Any], states: list[dict[str, Any]], num_sha
 def take_up(
     checkpoint: dict[str, Any], rank: int, world_size: int, num_shares: int
 ) -> Resume | None:
-    """Return the state with which a rank continues, and correct the loop's counters.
+    """Return the state with which a rank continues, and correct the loops' state in the checkpoint.
 
     With another number of ranks or shares than the writing ones, the run continues after the same
-    number of samples, with new random states.
+    number of samples, with new random states; rank 0 warns if samples come in another order.
 
     Args:
-        checkpoint: Lightning's checkpoint, whose counters are changed.
+        checkpoint: Lightning's checkpoint, whose counters and loader states are changed.
         rank: this rank.
         world_size: number of ranks.
         num_shares: as of `put_states`, now.
 
     Returns:
-        The state; None if the checkpoint has none.
+        The state; None if the checkpoint has none, or one of another format version.
     """
     loop = checkpoint.get("loops", {}).get("fit_loop", {})
     stored = loop.get("state_dict", {}).get(KEY)

@@ -261,6 +261,9 @@ class EagerRun(ShardedRun):
 
         Args:
             limit: bytes of a device that may be used.
+
+        Raises:
+            SetupError: the user asked for it (`remat`), and the extra that does it is switched off.
         """
         module, job = self.module, self._job
         # "selective" is for captured steps.

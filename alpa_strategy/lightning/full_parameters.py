@@ -173,7 +173,9 @@ class FullParameters:
         return self.store.gather_like(parameter, grad)
 
     def _gradient_summed_later(self, parameter: nn.Parameter, shape: torch.Size) -> Tensor | None:
-        """Return this rank's gradient that the ranks have not summed yet, in the full shape."""
+        """Return this rank's gradient that the ranks have not summed yet, in the full shape; None
+        if there is none.
+        """
         copy = self.store.summed_later(parameter)
         if copy is None or copy.grad is None:
             return None
@@ -217,7 +219,7 @@ class FullParameters:
         return None if full_grad is None else self.store.shard_like(parameter, full_grad)
 
     def _write_parameter(self, parameter: nn.Parameter, full: Tensor, shard: Tensor) -> None:
-        """Write the full value of a parameter back into its shards, where it differs."""
+        """Write `full`, the value of a parameter, back into `shard` where it differs."""
         # Unchanged shards are not written: that would count as a change between forward and
         # backward.
         if not torch.equal(self.store.shard_like(parameter, full), shard):
@@ -299,6 +301,7 @@ def unshard_for_hooks(
     module: LightningModule, full_parameters: FullParameters, fits: Callable[[bool], str | None]
 ) -> AbstractContextManager[None]:
     """Return a context of a running training, in which hooks that read parameters see full ones.
+    Rank 0 warns if that is at every step.
 
     Args:
         module: the training's module.

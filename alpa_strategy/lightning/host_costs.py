@@ -31,8 +31,8 @@ def _ops_host_seconds(plan: Plan, step: StepGraph, device: torch.device, slowdow
     """Return the seconds that the ops of a single stage take more in their order than priced one by
     one. They are run on `device`.
 
-    0 for pipelines, whose prediction has the runtime's own time of each micro-batch, and for long
-    steps.
+    0 for pipelines, whose prediction has the runtime's own time of each micro-batch, for long
+    steps, and if the ops cannot be run by themselves.
     """
     compute = plan.predicted.compute_seconds
     if plan.is_pipelined or compute > LONGEST_SECONDS:

@@ -127,6 +127,18 @@ class NotebookLauncher(_MultiProcessingLauncher):
     def launch(
         self, function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any
     ) -> Any:
+        """Run `function` in forked workers and return its result on rank 0.
+
+        Parameters, metrics and the state of loops and callbacks become those of the notebook's
+        Trainer.
+
+        Args:
+            function: called with `args` and `kwargs` in each worker.
+            trainer: the notebook's Trainer.
+
+        Returns:
+            None if the workers ended without a result.
+        """
         self._check(trainer)
         with _own_port(self._strategy.cluster_environment):
             workers = self._start(trainer, function, args, kwargs)

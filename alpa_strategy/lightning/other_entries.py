@@ -96,7 +96,7 @@ class _WhenImported(MetaPathFinder):
     ) -> ModuleSpec | None:
         """Return the spec of `pytorch_lightning`, whose Trainer will refuse `strategy="alpa"`.
 
-        None for all other packages.
+        None for all other packages. The finder removes itself when it has found it.
         """
         if fullname != OTHER_PACKAGE:
             return None

@@ -96,8 +96,11 @@ class ParallelJob(DDPStrategy):
 
     @override
     def _configure_launcher(self) -> None:
-        """Set the launcher; none for a single process, and none if a job manager starts the
-        ranks.
+        """Set the launcher; none for a single process, and none if a job manager starts the ranks.
+
+        Raises:
+            SetupError: there are several processes in an interactive session, and the start method
+                is not fork.
         """
         assert self.cluster_environment is not None
         # Without a launcher, a single process works in a notebook, too.
@@ -126,7 +129,11 @@ class ParallelJob(DDPStrategy):
 
     @override
     def setup_distributed(self) -> None:
-        """Join the job's process group, and watch the other ranks."""
+        """Join the job's process group, and watch the other ranks.
+
+        On several ranks, random generators are seeded again, and ranks on CPUs take the least
+        number of threads of all. On one rank there is nothing to join.
+        """
         self.set_world_ranks()
         self.interrupted = False
         # On one rank random numbers continue as under a plain Trainer.

@@ -126,9 +126,12 @@ def capture(
 
 
 def _explaining_errors(capture: Callable[[], StepGraph], job: Job) -> StepGraph:
-    """Return `capture()`; errors of the user's code are explained, or a CaptureError.
+    """Return `capture()`; errors of the user's code get a CaptureError with the user's line as
+    their cause.
 
-    They are a CaptureError if the step may run eagerly or with planned submodules.
+    Raises:
+        CaptureError: instead of such an error, if the step may run eagerly or with planned
+            submodules.
     """
     try:
         return capture()

@@ -474,7 +474,10 @@ class Run(ShardedRun):
         """Return the program of a step, planned if it differs from the first one.
 
         A step of another shape or content gets a plan with the running plan's parameters. If a
-        pipeline cannot run it, every rank computes all of it.
+        pipeline cannot run it, every rank computes all of it, and rank 0 warns.
+
+        Raises:
+            PlanError: the step has no plan, and no pipeline runs.
         """
         made_for = self.plan.fingerprint
         # Else it means other ops.
@@ -569,7 +572,9 @@ class Run(ShardedRun):
 
 
 def _failed_guards(step: StepGraph, counters: StepCounters) -> list[frozenset[str]]:
-    """Return the counters of each guard that does not hold for these values."""
+    """Return the names of counters of each guard that does not hold for these values; [] if all
+    hold.
+    """
     if not step.guards:
         return []
     values = counters.all()

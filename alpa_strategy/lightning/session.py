@@ -145,7 +145,7 @@ class Session:
     def _shard(
         self, module: Any, optimizers: Sequence[Optimizer], batch: Any, batch_idx: int
     ) -> "ShardedRun":
-        """Plan on `batch`, shard the full module and restore its state. Collective.
+        """Plan on `batch`, shard the full module, restore its state and print the plan. Collective.
 
         Returns:
             The run, which is the session's from now on.
@@ -240,6 +240,10 @@ class Session:
             batch: this rank's batch.
             batch_idx: its index in the epoch.
             eager_step: calls the module's own step.
+
+        Raises:
+            CaptureError: the step cannot be captured and may not run eagerly.
+            Exception: the one of the user's check that failed in the captured step.
         """
         assert self.run is not None
         self.run.begin_check(batch)
@@ -349,7 +353,11 @@ class Session:
     # Evaluation
 
     def start_evaluation(self, module: Any) -> None:
-        """Prepare a loop over evaluation batches."""
+        """Prepare a loop over evaluation batches. Collective.
+
+        A training's buffers become those of rank 0. Without a training, a module that does not fit
+        one device is sharded.
+        """
         is_training = module.trainer.state.fn == TrainerFn.FITTING
         if self.run is not None:
             self.run.take_buffers()
@@ -441,7 +449,10 @@ class Session:
             )
 
     def close(self, interrupted: bool) -> None:
-        """End the session's run with the Trainer's, or after an exception. No communication."""
+        """End the session's run with the Trainer's, or after an exception. No communication.
+
+        A module that does not fit one device stays sharded, unless there was an exception.
+        """
         self._reason = None
         self._recorded = None
         self._differing = frozenset()

@@ -243,7 +243,9 @@ class ShardedRun(ABC):
     def _stepper(self) -> StepByBucket | None:
         """Return the `StepByBucket` that steps the optimizer bucket by bucket in the backward.
 
-        None if anything looks at all gradients first: clipping, a scaler, hooks of the user.
+        None unless there is one optimizer that steps elements by themselves, under automatic
+        optimization; None as well if anything looks at all gradients first: clipping, a scaler,
+        hooks of the user.
         """
         trainer, plugin = self._trainer, self._trainer.precision_plugin
         is_one = self.module.automatic_optimization and len(self.optimizers) == 1 and self.syncs

@@ -110,6 +110,7 @@ class StepProfile:
             recorder.stop()
 
     def _unwrap(self) -> None:
+        """Put the functions that are wrapped for the profile back, and forget the recorder."""
         self._recorder = None
         self._evaluation.close()
         self._step.close()

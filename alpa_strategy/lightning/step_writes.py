@@ -187,6 +187,7 @@ class StepWrites:
         return alias
 
     def _replace_data(self, tensor: Tensor, data: Tensor) -> None:
+        """Set `tensor.data`, and note it if the user's code does so with a parameter in a step."""
         _DATA.__set__(tensor, data)
         parameter = self._by_id.get(id(tensor)) if self._is_active else None
         frame = sys._getframe(1)

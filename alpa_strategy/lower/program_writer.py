@@ -142,7 +142,10 @@ class ProgramWriter:
     # --- One op.
 
     def op(self, op: Op) -> None:
-        """Write an op: its operands in the layouts that its strategy takes, then its call."""
+        """Write an op: its operands in the layouts that its strategy takes, then its call.
+
+        Matmuls that are fused with it are written, too. Nothing is written twice.
+        """
         if op.name in self.done:
             return
         self.module = op.module

@@ -41,6 +41,13 @@ class RingAttention(torch.autograd.Function):
         causal: bool,
         scale: float,
     ) -> Tensor:
+        """Return this device's chunk of the result, in the query's dtype. Collective on `comm`.
+
+        Args:
+            comm: the axis that shards the sequence.
+            causal: whether row r sees columns up to r only.
+            scale: factor of query times key.
+        """
         if causal:
             query, key, value = _zigzag(comm, (query, key, value))
         # [batch, heads, rows, width]
@@ -68,6 +75,7 @@ class RingAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradients of this device's chunks of query, key and value. Collective."""
         query, key, value, out, lse = ctx.saved_tensors
         comm = ctx.comm
         if ctx.causal:

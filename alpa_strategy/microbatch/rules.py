@@ -187,7 +187,9 @@ def view_strategies(
 def _views_per_rank(
     target: PerRank, states: tuple[MicrobatchPlacement, ...], num_parts: int
 ) -> tuple[TimeStrategy, ...]:
-    """Return `view_strategies` of an op that runs for each rank, along a leading dim of ranks."""
+    """Return `view_strategies` of an op that runs for each rank, along a leading dim of ranks; ()
+    if an operand's samples are along that dim.
+    """
     inner_states = []
     for state, is_mapped in zip(states, target.mapped, strict=True):
         is_moved = is_mapped and state.has_sample_dim
@@ -460,7 +462,9 @@ def regroups_dims(call: OpCall) -> bool:
 def _view_outputs(
     call: OpCall, states: tuple[MicrobatchPlacement, ...], num_parts: int
 ) -> tuple[MicrobatchPlacement, ...] | None:
-    """Return the results' placements if the operands have `states`; None if they mix samples."""
+    """Return the results' placements if the operands have `states`; None if the results would mix
+    samples of several micro-batches, or the op is no view.
+    """
     name = aten_name(call.target)
     if name in ("cat", "concat"):
         return _concatenated(call, states)
@@ -540,7 +544,9 @@ def _viewed(
 def _concatenated(
     call: OpCall, states: tuple[MicrobatchPlacement, ...]
 ) -> tuple[MicrobatchPlacement, ...] | None:
-    """Return the placement of `cat`'s result; None if the operands' runs differ in length."""
+    """Return the placement of `cat`'s result, a tuple of one; None if an operand's samples are not
+    along the dim of `cat`, or the operands' runs differ in length.
+    """
     dim = bind(call)["dim"] % len(call.results[0].shape)
     run_lengths = set()
     num_segments = 0

@@ -251,7 +251,7 @@ class _Writer:
         return [value for value in leaving if value not in self.from_prologue]
 
     def _batch_norm_notes(self, op_indices: list[int]) -> tuple[str, ...]:
-        """Return a note for the user if BatchNorm takes its statistics per micro-batch.
+        """Return a note for the user if BatchNorm takes its statistics per micro-batch; else ().
 
         Args:
             op_indices: the ops that run per micro-batch.

@@ -114,7 +114,7 @@ def _stages(plan: Plan, details: PlanDetails | None) -> list[dict[str, Any]]:
 
 
 def _add_step_seconds(data: dict[str, Any], clock: StepClock, details: StageDetails) -> None:
-    """Add the seconds of a step to each parameter and op of a stage's data."""
+    """Add the seconds of a step to each parameter and op of a stage's data, as `step`."""
     for row, parameter in zip(data["parameters"], details.parameters, strict=True):
         row["step"] = short_number(clock.parameter_seconds(parameter))
     for row, op in zip(data["ops"], details.ops, strict=True):

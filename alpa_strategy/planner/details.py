@@ -177,7 +177,9 @@ def _assignment(intra: IntraOp, stage: StagePlan, num_strategies: Sequence[int])
 
 
 def _settle_others(intra: IntraOp, assignment: list[int]) -> None:
-    """Give the choices that no plan has the layouts that cost least, such as that of the loss."""
+    """Set in `assignment` the layouts of choices that are in no plan, such as that of the loss:
+    those that cost least.
+    """
     boundaries = {of.choice for of in (*intra.received.values(), *intra.sent.values())}
     problem = intra.problem
     for index in range(len(intra.parameters) + len(intra.ops), len(problem.choices)):

@@ -104,7 +104,8 @@ def plan_eager(
 ) -> Plan:
     """Return the plan of a training whose steps run eagerly.
 
-    The first storage that fits is taken: full parameters, ZeRO-2, ZeRO-3; options may pin one.
+    The first storage that fits is taken, the last one if none does: full parameters, ZeRO-2,
+    ZeRO-3; options may pin one.
 
     Args:
         devices: (nodes, devices per node).

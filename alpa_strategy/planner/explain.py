@@ -65,7 +65,8 @@ class _Subject:
 
 
 def _place(graph: StepGraph, plan: Plan, name: str) -> tuple[int, _Subject]:
-    """Return the stage of a parameter or op: the first, if several have it.
+    """Return the index of the stage of a parameter or op (the first, if several have it), and the
+    parameter or op.
 
     Raises:
         PlanError: there is none.
@@ -116,7 +117,9 @@ class _Question:
         return self._plan.stages[self._index]
 
     def answer(self) -> Explanation:
-        """Solve all layouts and return them."""
+        """Solve the stage with each layout of the parameter or op, and return the layouts with
+        their costs and the reasons for the chosen one.
+        """
         chosen_layout = self._layout_in(self._stage)
         chosen = self._of_plan(chosen_layout)
         others: list[LayoutChoice] = []

@@ -15,7 +15,7 @@ def known_host_seconds(task: PlanTask) -> tuple[float, float]:
 
 def seconds_with_host(seconds: float, task: PlanTask) -> float:
     """Return the seconds of a step whose devices take `seconds`, in a job whose devices are
-    measured.
+    measured; `seconds` in others.
     """
     if not task.cluster.measured:
         return seconds

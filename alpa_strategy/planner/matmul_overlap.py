@@ -199,8 +199,8 @@ class MatmulOverlap:
         """Return the dims in whose chunks the result of a matmul may be computed, with the sizes
         that the last device has of them.
 
-        None unless the plan has a number of chunks, and the result is read in one layout alone and
-        does not leave the program.
+        Empty unless the plan has a number of chunks for the matmul, and its result is read in one
+        layout alone and does not leave the program.
         """
         if self._stage.num_chunks.get(op.name, 1) == 1:
             return {}

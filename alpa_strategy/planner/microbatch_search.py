@@ -124,7 +124,8 @@ class _Climb:
         return self._price(count, used)
 
     def start_from(self, first: int) -> int | None:
-        """Return `first`, or the next index at which something fits; None: nothing does.
+        """Return `first`, or the next index at which something fits; None: nothing does. Its price
+        is the best one from then on.
 
         More micro-batches need less memory; fewer may be faster than the known plan.
         """

@@ -76,7 +76,12 @@ class _Copies:
         return self._copied(optimizer)
 
     def _constructed(self, optimizer: Optimizer) -> Optimizer:
-        """Return an optimizer that its class has made from the settings."""
+        """Return a fresh optimizer of the same class and settings for the copies of the parameters,
+        and record it as the copy.
+
+        An optimizer of other parameters alone gets one parameter of its own: it does nothing here,
+        but its holder calls it.
+        """
         group = group_of(optimizer, self._like)
         parameters = self._parameters
         if group is None:
@@ -224,7 +229,11 @@ class LeftAlone(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
     def _check(self, written: Any) -> None:
-        """Check that no written tensor is a parameter of the optimizer that is copied."""
+        """Check that no written tensor is a parameter of the optimizer that is copied.
+
+        Raises:
+            RuntimeError: one is.
+        """
         for tensor in pytree.tree_leaves(written):
             is_real = isinstance(tensor, Tensor) and not tensor.is_meta
             if is_real and tensor.untyped_storage()._cdata in self._storages:

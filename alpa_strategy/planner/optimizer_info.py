@@ -175,7 +175,7 @@ def _probe(optimizer: Optimizer, like: nn.Parameter) -> tuple[float, float, floa
 
     Returns:
         (bytes of state per element, bytes moved per element, peak of temporary bytes per byte of
-        the parameters).
+        the parameters). The last is 0 if it steps one parameter at a time, or in a fused kernel.
     """
     parameter = nn.Parameter(torch.zeros(shape_like(like), dtype=like.dtype))
     parameter.grad = torch.ones_like(parameter)

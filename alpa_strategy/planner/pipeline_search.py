@@ -126,7 +126,11 @@ class PipelineSearch:
         return self.task.cluster.num_devices <= EVERY_SIZE
 
     def run(self, known: float) -> None:
-        """Fill `best` with candidates that are predicted to take less than `known` seconds."""
+        """Fill `best` with candidates that are predicted to take less than `known` seconds.
+
+        Raises:
+            PlanError: there is only one number of micro-batches, and it is not possible.
+        """
         options = self.task.options
         counts = microbatch_counts(self.task.step, self.task.cluster, options)
         if self.several:
@@ -256,7 +260,7 @@ class PipelineSearch:
 
     def _untried_counts(self) -> list[int]:
         """Return the numbers of micro-batches for which not all stages were priced: those with more
-        first, whose activations need less memory. None if there is a plan already.
+        first, whose activations need less memory. [] if there is a plan already.
         """
         if self._known < math.inf:
             return []

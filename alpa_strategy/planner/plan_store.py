@@ -34,7 +34,7 @@ class PlanStore:
 
     def find(self, fingerprint: Fingerprint) -> Plan | None:
         """Return the plan made for exactly this fingerprint, None if there is none (`explain`
-        returns the reason).
+        returns the reason). If plans are at a URL, it is downloaded first.
         """
         path = self.path(fingerprint)
         if self.url is not None:
@@ -87,7 +87,10 @@ class PlanStore:
         return f"{', '.join(fewest)} changed"
 
     def _download(self, path: Path) -> None:
-        """Update the copy of a plan."""
+        """Update the local copy of a plan from the URL; delete it if the URL has none.
+
+        If the URL cannot be read, warn once, and leave the copy.
+        """
         assert self.url is not None
         try:
             with replacing(path) as temporary:

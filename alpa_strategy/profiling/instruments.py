@@ -283,6 +283,7 @@ class Instruments:
         return self.action("W", worker.index, microbatch)
 
     def _receive(self, end: ChannelEnd, microbatch: int) -> AbstractContextManager[Any]:
+        """Return the range of receiving a micro-batch's values or gradients from the peer stage."""
         kind = "gradients" if end.is_source else "values"
         name = f"receive {kind} of micro-batch {microbatch}, stage {end.peer} to {end.stage}"
         ends = (end.peer, end.stage, kind, microbatch)
@@ -291,6 +292,7 @@ class Instruments:
     def _send(
         self, end: ChannelEnd, outbox: Any, tensors: Any, microbatch: int
     ) -> AbstractContextManager[Any]:
+        """Return the range of sending a micro-batch's values or gradients to the peer stage."""
         kind = "values" if end.is_source else "gradients"
         name = f"send {kind} of micro-batch {microbatch}, stage {end.stage} to {end.peer}"
         ends = (end.stage, end.peer, kind, microbatch)

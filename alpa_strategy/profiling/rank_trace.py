@@ -198,6 +198,7 @@ def _backward_modules(slices: Sequence[Slice], root: str) -> list[Slice]:
 
 
 def _innermost_module(around: Sequence[Slice]) -> str:
+    """Return the name of the last module's slice in `around`; "" if there is none."""
     for outer in reversed(around):
         if outer.category == MODULE:
             return outer.name

@@ -77,7 +77,9 @@ def clock_offset(group: Any = None) -> int:
 
 
 def _exchanged_offset(other: int, group: Any) -> int:
-    """Return on rank `other` how far its clock is ahead of rank 0's; both call."""
+    """Return on rank `other` by how many nanoseconds its clock is ahead of rank 0's, and 0 on rank
+    0; both call.
+    """
     through = host_group(group)
     is_first = rank_in(group) == 0
     peer = _global_rank(through, other if is_first else 0)

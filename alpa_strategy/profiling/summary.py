@@ -62,6 +62,9 @@ def _last_step(record: RankRecord) -> tuple[int, int]:
 
 
 def _lane(record: RankRecord, begin: int) -> MeasuredLane:
+    """Return the actions of a rank in its last profiled step. Their times count from `begin`,
+    nanoseconds on the records' clock.
+    """
     start, end = _last_step(record)
     in_step = [trace_slice for trace_slice in record.slices if start <= trace_slice.start < end]
     actions = [*_actions(in_step, begin), *_update(record, in_step, begin)]

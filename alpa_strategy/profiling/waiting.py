@@ -51,6 +51,7 @@ def flights(record: RankRecord) -> Iterator[tuple[Slice, Slice]]:
 
 def mark_waiting(records: Sequence[RankRecord]) -> None:
     """Set `until` in the details of collectives and receives: when the last device was there.
+    Collectives of which ranks are missing get none.
 
     Args:
         records: of all ranks, on one clock.

@@ -247,7 +247,9 @@ class Recorder(TorchDispatchMode):
         return [func for func in self.functions_of(tensor) if not hasattr(func, "_schema")]
 
     def functions_of(self, tensor: Tensor) -> list[Any]:
-        """Return the ops and sources that the values of a tensor depend on, in their order."""
+        """Return the ops and sources that the values of a tensor depend on, in their order; [] if
+        it was not recorded.
+        """
         number = self._numbers.get(storage_key(tensor)) if tensor.is_meta else None
         if number is None:
             return []
@@ -474,7 +476,10 @@ class Recorder(TorchDispatchMode):
             storages[result.storage] = tensor.untyped_storage()
 
     def _call(self, line: RecordedOp, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call the op with the default dtype and the generators' states of its recording."""
+        """Call the op with the default dtype and the generators' states of its recording, and
+        return its result. A random op without recorded states draws now, and its states are
+        recorded in `line`.
+        """
         with ExitStack() as stack:
             stack.callback(torch.set_default_dtype, torch.get_default_dtype())
             torch.set_default_dtype(line.default_dtype)

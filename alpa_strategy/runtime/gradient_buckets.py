@@ -90,7 +90,12 @@ class Bucket:
 
 
 def finish_buckets(buckets: list[Bucket], completed: Completed | None = None) -> None:
-    """Wait for buckets that have started; all devices advance them in the same order."""
+    """Wait for buckets that have started; all devices advance them in the same order.
+
+    Args:
+        buckets: that have started.
+        completed: called with the parameters of each bucket that is done, but not of the last one.
+    """
     while buckets:
         running = []
         for bucket in buckets:

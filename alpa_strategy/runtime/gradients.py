@@ -113,7 +113,8 @@ class GradientReducer:
             self._num_started += 1
 
     def finish(self, completed: Completed | None = None) -> None:
-        """Reduce the remaining gradients, wait for all, and store every one in its parameter.
+        """Reduce the remaining gradients, wait for all, and store every one in its parameter;
+        nothing while `enabled` is False.
 
         Args:
             completed: called with the parameters of each bucket when it is done.

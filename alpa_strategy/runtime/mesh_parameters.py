@@ -217,8 +217,8 @@ class MeshParameters:
         return sharded.leaf
 
     def _gathered_leaf(self, sharded: ShardedParameter) -> Tensor:
-        """Return the gathered copy of a parameter, a leaf of autograd that announces its
-        gradient.
+        """Return the gathered copy of a parameter, a leaf of autograd that announces its gradient.
+        Its `grad` is the sum over earlier micro-batches, moved from `sharded.partial`.
         """
         with torch.no_grad():
             local = None

@@ -408,7 +408,8 @@ class ParameterStore:
         """Return the full tensor of one that is laid out as the parameter (its gradient), on every
         rank. Collective.
 
-        Tensors of another shape than the owning stage's shards are returned as they are there.
+        Tensors of another shape than the owning stage's shards are returned as they are there. The
+        tensor of a parameter that is in no stage is returned itself.
 
         Args:
             parameter: of the module.

@@ -40,7 +40,8 @@ def enforce_memory_plan(
     optimizers: Sequence[Optimizer],
     device: torch.device,
 ) -> Callable[[], object]:
-    """Let freed host memory be used again only as far as the plan leaves memory headroom.
+    """Let freed host memory be used again only as far as the plan leaves memory headroom. Nothing
+    is done on accelerators, and without the extra `host_allocator`.
 
     Args:
         owner: ends it when it is freed.

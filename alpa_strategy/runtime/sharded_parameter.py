@@ -229,7 +229,9 @@ class ShardedParameter:
             self.drop_copy()
 
     def drop_copy(self) -> None:
-        """Drop the copy that was gathered for a step, or is in flight: it has old values."""
+        """Drop the copy that was gathered for a step, or is in flight, and the sum of its gradients
+        so far: the copy has old values.
+        """
         if self.gathering is not None:
             # The step has not used it.
             self.gathering.wait()
@@ -308,7 +310,7 @@ class ShardedParameter:
 
     def take_gradient(self) -> Tensor:
         """Remove and return the local gradient of the backward, in `reduce_dtype`; zeros if there
-        is none.
+        is none. One that is reduced already is set as `complete` instead.
         """
         used = self.used
         self.is_taken = True

@@ -198,7 +198,7 @@ def _group_lengths(pairs: list[tuple[Term, int]], arguments: Mapping[str, Any]) 
 
 def _keys(term: Term, lengths: Mapping[str, int]) -> list[tuple[Key, Index]]:
     """Return (key, index) of each dim of a term: one for an index, `lengths[name]` for a group
-    `*name`.
+    `*name`, none if that is missing.
     """
     keys: list[tuple[Key, Index]] = []
     for index in term.indices:
@@ -228,7 +228,8 @@ class _ReadRule:
 
 
 def read(rule: str, call: OpCall) -> "tuple[Split, ...] | None":
-    """Return the splits that `rule` gives for `call`; None when the call's ranks do not fit it.
+    """Return the splits that `rule` gives for `call`, one for each index that may be sharded; None
+    when the call's ranks do not fit it.
 
     Raises:
         ShardingError: as `parse`.
@@ -406,7 +407,7 @@ def split_from_dims(
 def _fits(call: OpCall, split: Split, axis_size: int) -> bool:
     """Whether every sharded dim has an element for each device.
 
-    Dims that do not divide evenly must all have the same size.
+    All dims must have the same size, or all divide evenly if the split is even.
     """
     sizes = []
     for meta, dim in zip(call.operands, split.operands, strict=True):

@@ -38,8 +38,8 @@ class WholeRun:
     def equals_shards(self, strategy: AxisStrategy, n: int) -> bool:
         """Whether `n` devices that follow the strategy give the same results and gradients.
 
-        True if the data proves nothing: partial values of infinity, and complex products of it, are
-        infinity minus infinity.
+        False if the op refuses a shard. True if the data proves nothing: partial values of
+        infinity, and complex products of it, are infinity minus infinity.
         """
         if not self._is_evidence(strategy):
             return True

@@ -276,7 +276,7 @@ def _moved(
 
 
 def expand(call: OpCall) -> RuleMatch:
-    """Rule of expand: an expanded dim is sharded in the result only."""
+    """Rule of expand: an expanded dim is sharded in the result only, and others in both."""
     operand = slots(call)[0].index
     source, target = call.operands[operand].shape, call.results[0].shape
     offset = len(target) - len(source)

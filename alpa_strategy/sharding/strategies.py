@@ -345,7 +345,8 @@ _CHANGES: dict[str, Changes] = {
 
 def _match(call: OpCall, axis_size: int) -> RuleMatch | None:
     """Return the result of the op's rule for a call on an axis of `axis_size` devices; None if it
-    has no rule, no results, or the rule does not fit.
+    has no rule, no results, or the rule does not fit. For a custom op without a rule, dims that it
+    treats element by element are looked for.
     """
     if not call.results:
         return None
@@ -402,7 +403,9 @@ def op_strategies(
 def _shrink_collectives(
     strategies: tuple[AxisStrategy, ...], mesh_shape: tuple[int, ...]
 ) -> tuple[AxisStrategy, ...]:
-    """Divide an implementation's bytes by the later axes that shard its first operand."""
+    """Return the strategies with an implementation's bytes divided by the later axes that shard its
+    first operand.
+    """
     result = list(strategies)
     for i, strategy in enumerate(strategies):
         if not strategy.collectives:

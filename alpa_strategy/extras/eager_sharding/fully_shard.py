@@ -138,6 +138,9 @@ class EagerFullyShard:
     def _begin(self, for_backward: bool) -> None:
         """Set the parameters' data for a pass: full if they are to stay in memory, else gathered on
         use.
+
+        With `for_backward`, full parameters that the pass saves are not stored, but re-gathered in
+        its backward.
         """
         self._shards = {parameter: parameter.data for parameter in self._sharded}
         if self._keeps and not self._full:

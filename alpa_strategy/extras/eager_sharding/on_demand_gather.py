@@ -68,8 +68,8 @@ class OnDemandGather:
         self._repeats = True
 
     def fetch(self, unit: int) -> list[Tensor]:
-        """Return the full parameters of `unit`. Other ranks may fetch others in the same
-        exchange.
+        """Return the full parameters of `unit`. Collective; other ranks may fetch others in the
+        same exchange.
         """
         self._note(unit)
         is_agreed = bool(self._agreed) and self._agreed[0] == unit

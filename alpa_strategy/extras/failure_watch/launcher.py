@@ -40,8 +40,8 @@ class Launcher(_SubprocessScriptLauncher):
     def launch(
         self, function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any
     ) -> Any:
-        """Start the other ranks of this node, unless a job manager does, and call `function` on
-        this one.
+        """Start the other ranks of this node, unless a job manager does, and return the result of
+        `function` on this one.
         """
         self.cluster_environment.validate_settings(
             num_devices=self.num_processes, num_nodes=self.num_nodes

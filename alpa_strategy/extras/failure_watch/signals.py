@@ -99,7 +99,10 @@ class JobSignals:
         self._old_interrupt: Any = None
 
     def install(self) -> None:
-        """Replace Lightning's handling of signals, before it registers its handlers."""
+        """Replace Lightning's handling of signals, before it registers its handlers.
+
+        Nothing is replaced outside of the main thread.
+        """
         # In other threads Lightning does not handle signals, either.
         if threading.current_thread() is not threading.main_thread():
             return

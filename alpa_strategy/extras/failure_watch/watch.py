@@ -232,6 +232,10 @@ class FailureWatch:
     def end_process(self, code: int = 1, grace_seconds: float = GRACE_SECONDS) -> None:
         """End this process and its children at once: its main thread may hang in a collective for
         good.
+
+        Args:
+            code: the exit status.
+            grace_seconds: in which the children may end by themselves.
         """
         end_children(self._children(), grace_seconds)
         self._last()
@@ -254,7 +258,9 @@ def _is_shown(store: Any) -> bool:
 
 
 def end_children(children: Sequence[subprocess.Popen], grace_seconds: float) -> None:
-    """Wait for `children` to end by themselves, then kill what is left: no orphan stays behind."""
+    """Wait up to `grace_seconds` for `children` to end by themselves, then kill what is left: no
+    orphan stays behind.
+    """
     deadline = time.monotonic() + grace_seconds
     for child in children:
         try:

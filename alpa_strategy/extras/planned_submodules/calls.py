@@ -57,10 +57,11 @@ def capture_calls(
     Args:
         num_ranks: ranks that make the calls, each with inputs of its own, and go on with results of
             its own: the graph computes those of all ranks (`merge_ranks`).
+        context: as of `capture_step`.
 
     Raises:
-        CaptureError: a call does more than compute tensors from its arguments. Errors of the
-            user's code pass unchanged.
+        CaptureError: a call does more than compute tensors from its arguments. Errors of the user's
+            code pass unchanged.
     """
 
     def step(batch: Any) -> dict[str, Any]:
@@ -168,11 +169,13 @@ def _called(module: nn.Module, args: Any, kwargs: Any) -> Any:
 def plannable(
     module: LightningModule, calls: Sequence[Call], context: Context, unlike: Collection[str] = ()
 ) -> tuple[list[Call], list[str]]:
-    """Return the outermost recorded calls that can be captured, and why others cannot.
+    """Return the outermost recorded calls that can be captured, and why others cannot; any error of
+    capturing a call is such a reason.
 
     Args:
         calls: recorded calls, callers first.
         unlike: paths of submodules whose calls differ between ranks.
+        context: as of `capture_step`.
 
     Returns:
         The calls, and `path: reason` of the others.

@@ -173,7 +173,7 @@ class SubmoduleRun(ShardedRun):
         self._same_batch.finish()
 
     def _log_of_replica(self) -> tuple[Any, str, Any]:
-        """Return the replacement of `module.log` that averages over replicas."""
+        """Return (module, name, function) that replaces `module.log`: it averages over replicas."""
         module_log = self.module.log
 
         def log(*args: Any, **kwargs: Any) -> None:
@@ -254,12 +254,19 @@ def _captured(
 ) -> tuple[StepGraph, list[Call]]:
     """Return the graph of the submodules' calls that can be planned, and these calls. Collective.
 
+    Submodules whose calls differ between ranks are left out. Rank 0 logs what is planned and why
+    the whole step is not.
+
     Args:
+        module: the LightningModule.
+        recorded: the calls of submodules in an eager step, callers first.
+        job: the job, with the user's options.
+        why: the error of capturing the whole step.
         num_batches: number of ranks that make each call together, with inputs of their own.
 
     Raises:
-        CaptureError: `why`, if there are none.
-        RuntimeMismatchError: the ranks' submodules differ.
+        CaptureError: `why`, if no call can be planned.
+        RuntimeMismatchError: the ranks' graphs differ, and no call explains it.
     """
     # Paths of submodules that compute with tensors of each rank's own besides their inputs, such
     # as attributes that an earlier call has set.

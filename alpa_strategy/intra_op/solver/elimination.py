@@ -221,7 +221,7 @@ def _best_values(
 
 def min_marginals(network: Network, order: Sequence[int]) -> list[np.ndarray]:
     """Return [c][k] the minimum over all assignments in which choice c takes k, of a network of one
-    problem.
+    problem; inf if it is not possible.
 
     Two passes over the bucket tree.
     """

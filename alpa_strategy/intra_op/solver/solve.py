@@ -210,7 +210,9 @@ def _minimise(problem: Problem, deadline: float) -> Incumbent:
 
 
 def _eliminated(problem: Problem) -> Incumbent | None:
-    """Return the optimum of a problem without a memory limit; None if tables would be too large."""
+    """Return the optimum of a problem without a memory limit; None if tables would be too large.
+    Its assignment is None if all are forbidden.
+    """
     network = network_of(problem)
     order = None if network is None else plan_order(network)
     if network is None or order is None:
@@ -222,7 +224,14 @@ def _eliminated(problem: Problem) -> Incumbent | None:
 
 
 def _relaxed(problem: Problem, deadline: float) -> Incumbent:
-    """Return the optimum of a problem that is too entangled for exact elimination."""
+    """Return the best assignment that is found until `deadline`, and a lower bound, of a problem
+    that is too entangled for exact elimination.
+
+    The assignment is None if none is found, with an infinite bound if all are forbidden.
+
+    Args:
+        deadline: as of `time.process_time`.
+    """
     best: list[int] | None = None
     best_bound = -np.inf
     for assignment, bound in minima_in_shares(problem):
