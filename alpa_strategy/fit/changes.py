@@ -66,9 +66,19 @@ class PlannedChange:
         return self.case.request.tokens / self.plan.predicted.step_seconds
 
 
-def plan_case(case: FitCase, progress: Progress) -> Plan:
-    """Return the plan of a case. Raises: PlanError: nothing fits."""
-    return search_regular(case.task.plan_task(case.cluster, case.options, progress))
+def plan_case(case: FitCase, progress: Progress, faster_than: float = math.inf) -> Plan:
+    """Return the plan of a case.
+
+    Args:
+        case: what is asked.
+        progress: of planning.
+        faster_than: seconds of a step; slower plans are of no interest.
+
+    Raises:
+        PlanError: nothing fits, or no plan seems to take less than `faster_than`.
+    """
+    task = case.task.plan_task(case.cluster, case.options, progress)
+    return search_regular(task, case.task.graphs, faster_than)
 
 
 def nearest_changes(
@@ -91,7 +101,11 @@ def nearest_changes(
             break
         try:
             changed = change.apply(case, progress)
-            planned = PlannedChange(change, changed, plan_case(changed, progress))
+            faster_than = math.inf
+            if tokens_per_second > 0:
+                faster_than = changed.request.tokens / (MIN_GAIN * tokens_per_second)
+            changed_plan = plan_case(changed, progress, faster_than)
+            planned = PlannedChange(change, changed, changed_plan)
         # What cannot be captured or planned does not help.
         except AlpaError:
             continue

@@ -80,9 +80,13 @@ def equal_stages(layer_seconds: Sequence[float], num_stages: int) -> list[int]:
 
 def stage_bytes(cost: StageCost, alive: int, remat: bool, share: float) -> float:
     """Return the bytes of a stage of 1 / share layers: they use temporary memory in turn."""
-    again = max(cost.again) if remat else 0.0
     of_layer = cost.always + (cost.segment_inputs if remat else cost.saved) * alive
-    return of_layer / share + again + cost.working
+    return of_layer / share + turn_bytes(cost, remat)
+
+
+def turn_bytes(cost: StageCost, remat: bool) -> float:
+    """Return the bytes that a layer uses in its turn: temporary ones, and what it recomputes."""
+    return cost.working + (max(cost.again) if remat else 0.0)
 
 
 def wire_seconds(job: StageCostTask, cut: int, submesh: tuple[int, int], index: int) -> float:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from alpa_strategy.errors import DoesNotFitError, PlanError
 from alpa_strategy.inter_op.stage_fit import does_not_fit
 from alpa_strategy.planner.failures import no_plan_error
-from alpa_strategy.units import format_bytes
+from alpa_strategy.units import format_bytes, format_seconds
 
 # (configuration in words, why it is no plan)
 Failure = tuple[str, PlanError]
@@ -27,6 +27,11 @@ def with_need(error: PlanError, limit: float) -> PlanError:
     """Return a solver's error in the words of `does_not_fit`, if it says what a device needs."""
     needed = needed_bytes(error, limit)
     return does_not_fit("a stage needs", needed, limit) if math.isfinite(needed) else error
+
+
+def no_faster_plan(seconds: float) -> PlanError:
+    """Return the error of a search for plans that take less than `seconds` a step."""
+    return PlanError(f"no plan seems to take less than {format_seconds(seconds)}")
 
 
 def nothing_fits(failures: Sequence[Failure], limit: float) -> PlanError:

@@ -5,6 +5,7 @@ from functools import cached_property
 
 from alpa_strategy.capture.capture import capture_step
 from alpa_strategy.cluster.spec import ClusterSpec
+from alpa_strategy.fit.microbatched import MicrobatchedGraphs
 from alpa_strategy.fit.module import LanguageModel, autocast_of, build_module, example_batch
 from alpa_strategy.fit.optimizers import check_optimizer, optimizer_of
 from alpa_strategy.fit.request import FitRequest, checked
@@ -20,6 +21,9 @@ class FitTask:
     request: FitRequest
     module: LanguageModel
     step: StepGraph
+
+    # Of `step`; plans for all clusters and options share them.
+    graphs: MicrobatchedGraphs
 
     @cached_property
     def num_parameters(self) -> int:
@@ -65,4 +69,4 @@ def captured(request: FitRequest, num_devices: int, progress: Progress) -> FitTa
             batch_scope="global",
             context=autocast_of(request.precision),
         )
-    return FitTask(request, module, step)
+    return FitTask(request, module, step, MicrobatchedGraphs(step))

@@ -86,10 +86,8 @@ class StageRequest:
     @property
     def starts(self) -> tuple[int, ...]:
         """Where spans may begin, counted from the stage's first op."""
-        return (
-            0,
-            *(cut - self.first for cut in self.cuts if self.remat and self.first < cut < self.last),
-        )
+        cuts = self.cuts if self.remat else ()
+        return (0, *(cut - self.first for cut in cuts if self.first < cut < self.last))
 
 
 @dataclass(frozen=True)
@@ -188,20 +186,23 @@ class StageSolver:
         other._tables, other._whole = self._tables, self._whole
         return other
 
-    def solve(self, request: StageRequest) -> SolvedStage:
+    def solve(self, request: StageRequest, cutoff: float = math.inf) -> SolvedStage:
         """Return the cheapest layouts of the stage that fit, or those that an interrupted planning
         has stored.
 
         If memory binds, `StagePlan.recompute_per_microbatch` is tried as well.
 
         Raises:
+            NoCheaperSolution: as of `solve_priced`.
             PlanError: no layouts fit.
         """
+        if math.isfinite(cutoff):
+            return self._cheapest(request, cutoff)
         pinned = sorted(request.pinned.items())
         return self.job.results.get(
             "stage",
             key=lambda: Key(self.job.content, replace(request, pinned={}), pinned),
-            compute=lambda: self._cheapest(request),
+            compute=lambda: self._cheapest(request, math.inf),
             encode=stage_record,
             decode=lambda record: SolvedStage(**stage_fields(record, request)),
         )
@@ -219,14 +220,14 @@ class StageSolver:
         temporary_bytes = self.temporary_bytes(priced.finest.intra, priced.free)
         return self._solved(priced, FittedStage(starts, priced.free, temporary_bytes))
 
-    def _cheapest(self, request: StageRequest) -> SolvedStage:
+    def _cheapest(self, request: StageRequest, cutoff: float) -> SolvedStage:
         """Return the cheapest layouts of the stage that fit. Raises: as `solve`."""
         solved: list[SolvedStage] = []
         failures: list[PlanError] = []
         for recompute_per_microbatch in (False, True) if request.remat else (False,):
             priced = self.price(request, recompute_per_microbatch)
             try:
-                solved.append(self.solve_priced(priced))
+                solved.append(self.solve_priced(priced, cutoff))
             except PlanError as error:
                 failures.append(error)
                 continue
@@ -239,7 +240,7 @@ class StageSolver:
                 and not request.remat
             ):
                 # Priced with layouts that were solved.
-                return self.solve(replace(request, remat=True))
+                return self.solve(replace(request, remat=True), cutoff)
             raise failures[-1]
         return min(solved, key=lambda stage: stage.plan.predicted.step_seconds)
 

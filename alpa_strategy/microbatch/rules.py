@@ -221,6 +221,9 @@ def specialised(
 
     None if a dim cannot be split into `num_parts` equal chunks per segment.
     """
+    placements = (*strategy.inputs, *strategy.outputs)
+    if not any(placement.has_sample_dim for placement in placements):
+        return strategy
 
     def fix(state: MicrobatchPlacement) -> MicrobatchPlacement:
         return replace(state, segments=segments) if state.segments == ANY else state

@@ -8,6 +8,7 @@ micro-batch (`zeros(B, h)`), or passed in by the prologue. Otherwise the op move
 step is refused.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal
@@ -216,19 +217,31 @@ class PlacementWalk:
         """Return the cheapest strategy with its operands; None if the op has no exact one."""
         op = self.step.ops[index]
         states = tuple(self.state[value] for value in op.operands)
-        if index in self.forced:
-            strategies: tuple[TimeStrategy, ...] = (self.forced[index],)
-        else:
-            views = rules.view_strategies(op.call, states, self.num_microbatches)
-            strategies = (*self.strategies[index], *views)
-
-        fits = []
-        for strategy in strategies:
+        best: _Fit | None = None
+        for strategy in self._strategies(index, states):
             fit = self._fit(index, states, strategy)
-            if fit is not None:
-                fits.append(fit)
-        # Of equals the first: the repeated strategy comes before those that divide.
-        return min(fits, key=lambda fit: fit.cost, default=None)
+            # Of equals the first: the repeated strategy comes before those that divide.
+            if fit is not None and (best is None or fit.cost < best.cost):
+                best = fit
+            if best is not None and best.cost == 0:
+                break
+        return best
+
+    def _strategies(
+        self, index: int, states: tuple[MicrobatchPlacement, ...]
+    ) -> Iterator[TimeStrategy]:
+        """Yield the strategies that op number `index` may have.
+
+        Args:
+            states: the operands' placements.
+        """
+        if index in self.forced:
+            yield self.forced[index]
+            return
+        yield from self.strategies[index]
+        # Most ops need none of these, which take long to find.
+        call = self.step.ops[index].call
+        yield from rules.view_strategies(call, states, self.num_microbatches)
 
     def _once_is_enough(self, index: int, fit: _Fit) -> bool:
         """Whether the prologue computes an op's results once for all micro-batches.

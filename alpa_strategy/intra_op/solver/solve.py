@@ -242,6 +242,11 @@ def _relaxed(problem: Problem, deadline: float) -> Incumbent:
         incumbent = Incumbent(best, best_bound, "elimination")
         if best is not None and _solution(problem, incumbent).gap <= PROVED:
             return incumbent
+    incumbent = Incumbent(best, best_bound, "elimination")
+    is_large = num_columns(problem) > MAX_COLUMNS
+    if is_large and best is not None and _solution(problem, incumbent).gap <= POOR:
+        # The program alone takes a minute to write.
+        return incumbent
     solved = _by_program(problem, deadline, best)
     return replace(solved, bound=max(best_bound, solved.bound))
 
