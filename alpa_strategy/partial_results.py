@@ -103,7 +103,7 @@ class PartialResults:
 
         Args:
             kind: a word for the file name.
-            key: returns the key. Not called if nothing is stored.
+            key: returns the key. Not called if there is no folder.
             compute: returns the result.
             encode: returns the record of a result.
             decode: the inverse of `encode`. Raises one of `UNUSABLE` if the record is not one of
@@ -165,7 +165,8 @@ class PartialResults:
         return outcome
 
     def _read(self, name: str, decode: Callable[[Record], T]) -> "_Result[T] | _Failure":
-        """Return the content of a file.
+        """Return the content of a file. Those of another process are counted as used; the first is
+        reported.
 
         Raises:
             UNUSABLE: this package did not store it under this name.

@@ -159,7 +159,7 @@ def build_data(recipe: Recipe) -> lightning.LightningDataModule:
 
 
 def build_trainer(recipe: Recipe) -> lightning.Trainer:
-    """Build the Trainer with `AlpaStrategy(**strategy)`.
+    """Build the Trainer with `AlpaStrategy(**strategy)`; OptionError if an argument is refused.
 
     An override `trainer.strategy=ddp` replaces the strategy, for comparison.
     """
@@ -339,7 +339,9 @@ def _apply_override(config: Any, text: str, known: Iterable[str]) -> None:
 
 
 def _checked_target(recipe: Recipe, node: Mapping[str, Any], where: str) -> Any:
-    """Return the `_target_` of a mapping, whose other keys are arguments that it accepts."""
+    """Return the `_target_` of a mapping, whose other keys are arguments that it accepts;
+    OptionError if not.
+    """
     factory = resolve_target(node[TARGET], recipe.path.parent)
     arguments = {key: value for key, value in node.items() if key != TARGET}
     _check_call(factory, arguments, f"{recipe.path}: {where}", required=True)

@@ -321,8 +321,8 @@ class AlpaStrategy(SavesPretrained, ParallelJob):
     @contextmanager
     @override
     def tensor_init_context(self, empty_init: bool | None = None) -> Generator[None, None, None]:
-        """Context of `configure_model` and `trainer.init_module()`: modules that are built in it
-        get their shards later."""
+        """Context of `configure_model` and `init_module()`: modules built in it get shards later.
+        """
         if self.num_nodes * self.num_processes > 1:
             self._session.deferred_init.begin(self.root_device)
         with super().tensor_init_context(empty_init), self._session.deferred_init.recording():

@@ -73,7 +73,7 @@ def attributes_kept(
     """Undo changes of attributes of all submodules, and refuse a step that makes any.
 
     Captured, the step would not repeat them. Containers and objects in attributes are included,
-    with everything in them. Not refused are those that `of_step.assigned` and `of_step.initial`
+    with everything in them. Not refused are those that `of_step.assigned`, `initial` and `states`
     have at the end.
 
     Args:

@@ -93,7 +93,7 @@ _Value = tuple[str, str, Any]
 
 
 def _values_of(files: dict[str, dict[str, Any]], named: Set[str]) -> list[_Value]:
-    """Return the globals called `named`."""
+    """Return (path, name, value) of the globals called `named`."""
     values = []
     for path, namespace in files.items():
         for name in sorted(named & namespace.keys()):
@@ -182,7 +182,7 @@ def _is_installed_file(path: str | None) -> bool:
 
 
 def _trainer_objects(module: nn.Module, sets: Collection[str]) -> Iterator[_Value]:
-    """Yield the Trainer's callbacks, data module and datasets.
+    """Yield (place, name, object) of the Trainer's callbacks, data module and datasets.
 
     Threads (a monitor, a loader) may use them during the step. So only those are included that have
     attributes which the step sets or changes.
@@ -212,7 +212,9 @@ def loaders_of(trainer: Any) -> list[Any]:
 
 
 def _closure_and_defaults(function: types.FunctionType) -> Iterator[_Value]:
-    """Yield a function's variables of enclosing functions, and its default arguments."""
+    """Yield (place, name, value) of a function's variables of enclosing functions, each as its cell
+    and as its content, and of its default arguments.
+    """
     for name, cell in user_code.closure_values(function).items():
         place = f"{name} of {function.__qualname__}"
         yield place, name, cell

@@ -283,6 +283,7 @@ def _export_to_path(source: str | Path, target: Path, weights_only: bool) -> Pat
 
     Raises:
         CheckpointError: the source cannot be read, or the target cannot be written.
+        FileNotFoundError: there is no source.
     """
     if not is_possible(target) or target.is_dir():
         raise CheckpointError(

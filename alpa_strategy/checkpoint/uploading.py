@@ -183,7 +183,7 @@ def _remove_shards(url: str, current: str | None) -> None:
 
     Args:
         url: of the checkpoint.
-        current: name of the folder that stays.
+        current: name of the folder that stays; None: none does.
     """
     parent, name = urls.parent_and_name(url)
     for folder_name in urls.names(f"{parent}/{SHARDS}"):
@@ -197,7 +197,9 @@ def _remove_shards(url: str, current: str | None) -> None:
 
 @contextmanager
 def _staged(folder: Path) -> Iterator[Path]:
-    """Context with a local folder, which is deleted at the end; after an error it stays."""
+    """Context with a local folder, which is deleted at the end; after an error it stays. Without
+    one, abandoned folders beside it are deleted.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     lock = locked(folder, is_shared=True)
     try:
@@ -211,7 +213,9 @@ def _staged(folder: Path) -> Iterator[Path]:
 
 
 def _delete_abandoned(root: Path) -> None:
-    """Delete staged files of jobs that have ended, now that a newer checkpoint is uploaded."""
+    """Delete staged files older than `_ABANDONED_SECONDS` that no job has locked, now that a newer
+    checkpoint is uploaded.
+    """
     for folder in root.iterdir():
         try:
             age_seconds = time.time() - folder.stat().st_mtime

@@ -234,7 +234,7 @@ def all_reduce_max(numbers: Sequence[int], group: Any = None) -> list[int]:
 
 
 def _consensus_group(group: Any) -> Any:
-    """The fastest group in which the hosts of `group` reach consensus on a few numbers.
+    """Return the fastest group in which the hosts of `group` reach consensus on a few numbers.
 
     Every training step does so several times. Collective at its first call.
     """

@@ -78,7 +78,7 @@ class Entry:
 
 def run(arguments: argparse.Namespace) -> int:
     """Plan every combination of `alpa compare`, print them with time, memory and cost, and return
-    the exit code.
+    0.
 
     Raises:
         OptionError: there are not as many prices as clusters.
@@ -97,7 +97,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _entries(arguments: argparse.Namespace, prices: Sequence[float]) -> Iterator[Entry]:
     """Plan the recipe for each cluster and each kind of parallelism, and yield the entries one by
-    one.
+    one; without a plan where a PlanError says that none fits.
 
     Args:
         arguments: the parsed command line.

@@ -105,7 +105,7 @@ def _add_search_arguments(plan: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Plan the recipe, or a model by its name, print the plan, store it with its page if a file is
-    given, and return 0.
+    given, and return 0. An output that cannot be written is an error before the planning.
     """
     from alpa_strategy.page.stored import store_plan
 

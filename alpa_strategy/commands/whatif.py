@@ -390,8 +390,8 @@ def _unchanged_cell(unchanged: UnchangedPlan) -> Text:
 
 
 def _reasons(before: Plan, after: Plan, unchanged: UnchangedPlan) -> list[str]:
-    """Return sentences: the seconds of the unchanged plan, how many the new plan saves, and what
-    limits that.
+    """Return sentences: the seconds of the unchanged plan and how many the new one saves, or why it
+    cannot be used; the stages of both if they differ; what limits the new one.
 
     Args:
         before: the unchanged plan.

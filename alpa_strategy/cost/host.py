@@ -188,7 +188,8 @@ def optimizer_host_seconds(
 ) -> float:
     """Return the seconds of the optimizer's Python; the bytes that it moves are not included.
 
-    On accelerators a few kernels update all parameters together.
+    On accelerators a few kernels update all parameters together. On CPUs each takes its own, all
+    times the device's slowdown.
     """
     if not device.is_cpu:
         return optimizer.step_seconds

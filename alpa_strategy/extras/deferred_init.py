@@ -68,7 +68,9 @@ class DeferredInit(ModuleInit):
 
     @override
     def begin(self, device: torch.device) -> None:
-        """Start to record the ops that build a module; `device`: this rank's."""
+        """Start to record the ops that build a module; `device`: this rank's. Does nothing while it
+        records.
+        """
         if self._recorder is not None:
             return
 
@@ -90,7 +92,9 @@ class DeferredInit(ModuleInit):
 
     @override
     def before_loading(self, module: nn.Module, state_dict: Mapping[str, Tensor]) -> None:
-        """Allocate the buffers that a checkpoint will fill; parameters stay deferred."""
+        """Make deferred buffers and plain tensors, and allocate the other buffers on the meta
+        device that a checkpoint will fill; parameters stay deferred.
+        """
         self._make_others(module)
         for prefix, child in module.named_modules():
             for name, buffer in child._buffers.items():
@@ -108,7 +112,8 @@ class DeferredInit(ModuleInit):
     ) -> None:
         """Determine the values of all deferred tensors, equal on all ranks, before a run.
 
-        Buffers are made now, and parameters as well if the module will not be sharded. Collective.
+        Buffers are made now, and parameters as well if the module will not be sharded. Does nothing
+        if no ops were recorded. Collective.
 
         If parameters are to be made in shards, the Trainer's sanity check is switched off
         (`num_sanity_val_steps = 0`), and rank 0 logs that.
@@ -158,7 +163,8 @@ class DeferredInit(ModuleInit):
     def sharding(self, module: nn.Module) -> Iterator[Callable[[Tensor], Tensor]]:
         """Context in which the module is sharded.
 
-        Its value is a function that returns the full tensor of a parameter or of optimizer state.
+        Its value is a function that returns the full tensor of a parameter or of optimizer state;
+        `Tensor.detach` if nothing is deferred.
         """
         if self._recorder is None:
             yield Tensor.detach

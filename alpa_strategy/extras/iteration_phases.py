@@ -283,6 +283,9 @@ class _PhasePrices:
 
         The peak of the cost is the bytes that it adds to those stored between phases. Parameters
         that no earlier phase has are stored from now on as this phase has them.
+
+        Raises:
+            PlanError: it fits in no layout.
         """
         if phase.trains:
             seconds = self._training.predicted.step_seconds
@@ -403,6 +406,9 @@ class _PhasePrices:
         Args:
             pinned: name -> layouts of parameters that must be kept.
             pins: further fields of `PlanOptions`.
+
+        Raises:
+            PlanError: nothing fits.
         """
         task_options = self._task.options
         limit = self._task.memory_limit - self.stored_bytes - more_bytes

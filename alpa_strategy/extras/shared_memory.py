@@ -114,7 +114,8 @@ class SharedMemoryGroup:
         return 2 * self._num_launched + is_in_flight
 
     def allreduce(self, tensors: Sequence[Tensor], options: Any) -> SimpleNamespace:
-        """Launch an all-reduce in place of one tensor.
+        """Launch an all-reduce in place of `tensors[0]`: the maximum if `options.reduceOp` is MAX,
+        else the sum.
 
         Every rank adds in the same order, so that all get the same bits.
         """

@@ -21,7 +21,7 @@ from alpa_strategy.planner.task import PlanTask, Progress
 def answer_fit(
     case: FitCase, num_changes: int, progress: Progress, console: Console
 ) -> tuple[Plan, PlanTask]:
-    """Plan a case, print the answer, and return the plan with its task.
+    """Plan a case, print the answer, and return the plan, with its changes in it, and its task.
 
     Args:
         case: what is asked.

@@ -93,6 +93,7 @@ def read_config(source: str) -> dict[str, Any]:
 
     Raises:
         OptionError: there is no such file, or it is not a configuration of transformers.
+        SetupError: huggingface_hub is not installed, for a name of the hub.
     """
     path = Path(source).expanduser()
     file = path / "config.json" if path.is_dir() else path

@@ -204,8 +204,8 @@ class JobSignals:
         communication.
 
         Raises:
-            RuntimeMismatchError: others still train: this rank stops alone, or has come to an
-                evaluation or an epoch's end before them.
+            RuntimeMismatchError: others are known to still train: this rank stops alone, or has
+                come to an evaluation or an epoch's end before them.
         """
         if not self._is_alone:
             return

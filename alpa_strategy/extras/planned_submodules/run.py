@@ -358,7 +358,9 @@ def _job_of_calls(job: Job, options: PlanOptions, names: set[str], free_bytes: f
 
 
 def _combined(plan: Plan, plan_of_calls: Plan) -> Plan:
-    """Return the plan of the calls with the parameters and notes of the module's eager `plan`."""
+    """Return the plan of the calls with the parameters, schedule, figures and notes of the module's
+    eager `plan`; nothing is prefetched or fused.
+    """
     stage = plan.stages[0]
     stage_of_calls = plan_of_calls.stages[0]
     # The user's code may differentiate the programs twice.
