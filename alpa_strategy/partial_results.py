@@ -99,7 +99,8 @@ class PartialResults:
         encode: Callable[[T], Record],
         decode: Callable[[Record], T],
     ) -> T:
-        """Return the stored result of `kind` and `key`; if there is none, compute and store it.
+        """Return the stored result of `kind` and `key`; if there is none, compute it, and store it
+        if that took long.
 
         Args:
             kind: a word for the file name.
@@ -137,7 +138,7 @@ class PartialResults:
 
         Args:
             name: of the file.
-            compute: returns the result; a PlanError is stored as well.
+            compute: returns the result; a PlanError becomes a `_Failure`, which is stored as well.
             encode: returns it as JSON.
         """
         outcome: _Result[T] | _Failure
@@ -413,7 +414,8 @@ def _decoded(value: Any) -> Any:
 
 
 def _delete_old_files(folder: Path) -> set[str]:
-    """Delete old files from `folder`, and return the names of the others.
+    """Delete old files from `folder`, and return the names of the others; none if the folder cannot
+    be read. Files of others stay.
 
     A file is old after `MAX_AGE_SECONDS`, or if all newer ones have `MAX_FOLDER_BYTES` together.
     """

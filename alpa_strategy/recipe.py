@@ -71,8 +71,8 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
         overrides: texts `key=value` with dotted keys and YAML values.
 
     Raises:
-        OptionError: there is no such file, it is not valid YAML, a key is unknown, or a value has
-            the wrong type.
+        OptionError: there is no such file, it is not valid YAML, a key is unknown or missing, or a
+            value is wrong.
     """
     # Without such a file, `read_yaml` raises an error with the names that there are.
     path = find_named(path, RECIPES) or Path(path)
@@ -360,7 +360,8 @@ def _check_call(
         required: whether arguments without a default must be present.
 
     Raises:
-        OptionError: an argument is unknown or missing, or has not its annotated simple type.
+        OptionError: an argument is unknown or missing, or has not its annotated simple type. Types
+            are not checked if annotations cannot be resolved.
     """
     parameters = dict(inspect.signature(factory).parameters)
     parameters.pop("self", None)

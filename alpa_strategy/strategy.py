@@ -397,7 +397,7 @@ class AlpaStrategy(SavesPretrained, ParallelJob):
     def backward(
         self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any
     ) -> Tensor:
-        """Run the backward; gradients are reduced before `on_after_backward` sees them."""
+        """Run the backward, return the loss; gradients are reduced before `on_after_backward`."""
         plugin, module = self.precision_plugin, self._module
         loss = plugin.pre_backward(closure_loss, module)
         self._session.backward(

@@ -37,10 +37,10 @@ def note_writes(
 ) -> None:
     """Add the attributes that the step has set to `of_step`.
 
-    A value with tensors of the step goes to `assigned`, unless the step reads the attribute first:
-    then to `initial` if it is the same at every step, else as `_add_state` says. Changing numbers
-    and states that have changed go to `assigned`. Others, and attributes of modules that are no
-    submodules, are left out.
+    A value with tensors or counters of the step goes to `assigned`, unless the step reads the
+    attribute first, and to `initial`, if it is the same at every step; else `_add_state` adds it.
+    Changing numbers and states that have changed go to `assigned`. Others, and attributes of
+    modules that are no submodules, are left out.
 
     Args:
         module: whose step it is.

@@ -12,8 +12,8 @@ from alpa_strategy.errors import CaptureError
 
 
 def have_common_size(leaves: Sequence[Any]) -> tuple[bool, ...]:
-    """Return, for every tensor leaf of a batch, whether its size(0) is the most frequent one. A
-    scalar has none.
+    """Return, for every tensor leaf of a batch, whether its size(0) is the most frequent one; False
+    for a scalar.
 
     Among equally frequent ones, that of the first leaf counts. These are the leaves that
     micro-batches try to split. No number depends on it: the walk over the ops proves each split

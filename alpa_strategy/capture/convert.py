@@ -355,8 +355,8 @@ class _Converter:
             )
 
     def _copy(self, node: fx.Node) -> None:
-        """Convert a clone, or a conversion of dtype or device: a cast, or else no op, on the
-        operand's memory if they share it.
+        """Convert a clone, or a conversion of dtype or device, to a cast if the dtype differs, else
+        to no op. The result has memory of its own, unless the fake tensors share it.
         """
         base = self.views[node.args[0]]
         value = node.meta["val"]

@@ -190,7 +190,7 @@ def changed_attributes(names: Iterable[str]) -> CaptureError:
 def initialized(stored: Mapping[str, tuple[dict[str, Any], str, Any]]) -> Iterator[None]:
     """Set the attributes that a first call of the step sets, for a block that captures the next.
 
-    If the block fails, it was no initialization, and they are reset.
+    If the block fails, it was no initialization, and they are reset; else they stay set.
 
     Args:
         stored: label -> (namespace, name, value).

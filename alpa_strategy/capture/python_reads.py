@@ -77,7 +77,7 @@ MODULE_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_bac
 @contextmanager
 def attribute_reads(module: nn.Module) -> Iterator[Reads]:
     """Collect every attribute that a module, or an object of a user's class, is asked for in the
-    block, and environment variables. Open files and iterators raise CaptureError.
+    block, and environment variables. Open files and libraries' iterators raise CaptureError.
     """
     reads = Reads()
     thread = get_ident()

@@ -54,7 +54,7 @@ class StepCounter:
         """Return the number at capture, and guard it: the graph is valid for this number only.
 
         Raises:
-            CaptureError: it is another number at every step.
+            CaptureError: it is another number at every step (`batch_idx`, `global_step`).
         """
         if self.expression.counters & {"batch_idx", "global_step"}:
             self.refuse()

@@ -405,6 +405,9 @@ def _stored_tensors(
         path: of the directory.
         sums: checksums, by `place_of`.
         fetch: brings the file with a name into the directory; None: all files are there.
+
+    Raises:
+        CheckpointError: as of `read_metadata`.
     """
     reader = RestrictedReader(path, sums)
     metadata = reader.read_metadata()

@@ -125,8 +125,8 @@ def converted_state(
 
 
 def owner_state_to_write(store: ParameterStore, on_demand: LazyEntryGather) -> ConvertOwned:
-    """Return the function that returns the `LocalShards` of a state tensor: the owner writes all of
-    it.
+    """Return a function (parameter, state tensor, full shape) -> its `LocalShards`: the owner
+    writes all of it, other ranks nothing.
 
     Every rank has to call it for the same tensors in the same order.
 

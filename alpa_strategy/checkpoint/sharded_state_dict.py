@@ -184,6 +184,7 @@ def restore_state(
     optimizer: Optimizer, stored: Mapping[int, Mapping[str, Any]], store: ParameterStore
 ) -> None:
     """Read this rank's shards of the optimizer's state; the optimizer's groups stay as they are.
+    State that is not in `stored` is dropped.
 
     Args:
         optimizer: of the sharded parameters.

@@ -38,7 +38,8 @@ def upload_directory(
     group: Any,
     staging_root: Path,
 ) -> None:
-    """Write a sharded checkpoint to a URL. Collective over `group`.
+    """Write a sharded checkpoint to a URL. Collective over `group`. Shards of older checkpoints
+    there are removed.
 
     Args:
         url: of the checkpoint.
@@ -74,7 +75,8 @@ def upload_directory(
 def upload_file(
     url: str, write: Callable[[Path], None] | None, group: Any, staging_root: Path
 ) -> None:
-    """Let rank 0 write an ordinary checkpoint to a URL. Collective over `group`.
+    """Let rank 0 write an ordinary checkpoint to a URL. Collective over `group`. Shards of older
+    checkpoints there are removed.
 
     Args:
         url: of the checkpoint.

@@ -228,7 +228,8 @@ class ClusterSpec:
         return [cluster for cluster, _ in best]
 
     def _offers(self) -> "_Offers":
-        """Axis sizes and rates of the meshes of each submesh size, in every logical shape.
+        """Return (nodes, devices per node) of each submesh size -> axis sizes and rates of its
+        meshes, one array (`_offer`) for every logical shape.
 
         Under (0, size): the link between neighbouring meshes of `size` devices, as an axis whose
         latency is that of all messages one after the other, and whose exchange rate is the slowest

@@ -46,8 +46,8 @@ def broadcast_object(value: Any) -> Any:
 def on_all_ranks(
     work: Callable[[], T], summary: Callable[[T], Any], group: Any = None
 ) -> tuple[T, list[Any]]:
-    """Run `work` on every rank; an AlpaError on any rank is raised on all, any other error only
-    where it occurs. Collective.
+    """Run `work` on every rank; an AlpaError on any rank is raised on all (the lowest rank's), any
+    other error only where it occurs. Collective.
 
     Returns:
         This rank's result, and `summary(result)` (small, picklable) of every rank.

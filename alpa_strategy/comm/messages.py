@@ -330,7 +330,7 @@ def _pack(slots: list[_Slot], pieces: list[Tensor]) -> Tensor:
 
 
 def _within(box: Box, outer: Box) -> tuple[slice, ...]:
-    """`box` as slices of a tensor that stores `outer`."""
+    """Return `box` as slices of a tensor that stores `outer`."""
     slices = []
     for (start, stop), (first, _) in zip(box, outer, strict=True):
         slices.append(slice(start - first, stop - first))

@@ -81,7 +81,7 @@ def run(arguments: argparse.Namespace) -> int:
     0.
 
     Raises:
-        OptionError: there are not as many prices as clusters.
+        OptionError: the argument is no recipe, or there are not as many prices as clusters.
     """
     check_is_recipe(arguments.recipe)
     prices = arguments.prices or []

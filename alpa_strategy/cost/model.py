@@ -107,7 +107,9 @@ class RooflineCosts:
         return self._seconds[call]
 
     def saved(self, call: OpCall) -> Saved:
-        """Return the tensors of `call` that autograd saves, read off a run on fake tensors."""
+        """Return the tensors of `call` that autograd saves, read off a run on fake tensors; if
+        compiled, with the temporary bytes of fused kernels.
+        """
         if call not in self._saved:
             saved = find_saved(call, on_accelerator=not self.device.is_cpu, compiled=self.compiled)
             kernels = self._kernels_of(call) if self.compiled else None

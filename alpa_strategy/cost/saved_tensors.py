@@ -266,7 +266,8 @@ class LiveStorages(TorchDispatchMode):
         return out
 
     def peak_bytes(self, around: set[int], first: int = 0, end: int | None = None) -> int:
-        """Return the most bytes alive at once after the kernels `first` to `end`.
+        """Return the most bytes alive at once after the kernels `first` to `end` - 1 (None: to the
+        last); 0 without any.
 
         Storages in `around` are not counted.
         """

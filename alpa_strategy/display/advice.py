@@ -96,7 +96,8 @@ def _pins_of_waiting(plan: Plan) -> list[str]:
 
 
 def _advice_on_idle_devices(plan: Plan, idle: Sequence[float], mean: float) -> str:
-    """Return a text of a change that would shorten the time in which devices are idle.
+    """Return a text of a change that would shorten the time in which devices are idle, or that none
+    is known.
 
     Args:
         plan: a pipeline.

@@ -67,7 +67,8 @@ def figures_table(
     process_bytes: int = 0,
     max_findings: int | None = None,
 ) -> Table:
-    """Return a row for each figure of a plan.
+    """Return a row for each figure of a plan. An eager one has memory, baselines and a warning
+    alone.
 
     Args:
         plan: to show.

@@ -249,7 +249,8 @@ class DeferredInit(ModuleInit):
 
     @override
     def read_shards(self, store: ParameterStore) -> None:
-        """Read the shards of parameters whose values are in files. Collective.
+        """Read the shards of parameters whose values are in files. Does nothing if no rank has any.
+        Collective.
 
         Args:
             store: of the parameters, which are sharded.

@@ -257,7 +257,8 @@ def file_bytes(size: int, wanted_bytes: int) -> int:
 def shared_memory_group(
     group: Any, rank: int, size: int, wanted_bytes: int | None = None
 ) -> SharedMemoryGroup | None:
-    """Make a group of the ranks of `group` if all are on one host; else return None. Collective.
+    """Make a group of the ranks of `group` if all are on one host; else, on other processors than
+    x86-64, or without enough shared memory, return None. Collective.
 
     Args:
         wanted_bytes: of the group's memory; None: TOTAL_BYTES.

@@ -25,7 +25,8 @@ def answer_fit(
 
     Args:
         case: what is asked.
-        num_changes: nearest changes that are planned, too.
+        num_changes: how many of the nearest changes are planned, too; 0: none, and no table of
+            them.
 
     Raises:
         PlanError: nothing fits; the answer has been printed.

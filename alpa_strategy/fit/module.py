@@ -34,7 +34,8 @@ class LanguageModel(lightning.LightningModule):
         self.model = model
 
     def training_step(self, batch: tuple[Tensor, Tensor]) -> Tensor:
-        """Return the mean cross entropy over the targets.
+        """Return the mean cross entropy over the targets. An encoder-decoder gets the tokens on
+        both sides.
 
         Args:
             batch: (tokens, targets), [batch, time] each.

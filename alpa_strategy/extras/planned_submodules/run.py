@@ -201,7 +201,8 @@ class SubmoduleRun(ShardedRun):
 
     @override
     def finish_backward(self) -> None:
-        """Average the gradients over the ranks that lack those of others. Collective.
+        """Average the gradients over the ranks that lack those of others, unless more batches are
+        accumulated. Collective.
 
         Gradients of programs are complete on the replica's ranks. So a parameter that is full there
         has the same part of its gradient on all of them, and its mean over all ranks is right, too.
