@@ -442,7 +442,7 @@ class AlpaStrategy(SavesPretrained, ParallelJob):
 
     @override
     def on_train_end(self) -> None:
-        """Unshard the module and the optimizer, if they fit."""
+        """Unshard module and optimizer if they fit; RuntimeMismatchError if others still train."""
         if self._watch is not None:
             self._watch.after_last_batch()
         self._reports.end(self.run)

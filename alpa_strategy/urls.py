@@ -153,8 +153,8 @@ def replace(source: Path, url: str) -> None:
 
 
 def remove(url: str) -> None:
-    """Remove a file, or a folder with all of its files; nothing if there is none. `UrlError` if it
-    cannot be removed.
+    """Remove a file, or a folder with all of its files; nothing if there is none. Errors as of
+    `_using`.
     """
     with _using(url, "removed") as (file_system, path):
         file_system.invalidate_cache()

@@ -87,6 +87,7 @@ class _Converter:
 
     def add_inputs(self, placeholders: list[fx.Node]) -> None:
         """Add a value to the graph for every input: parameters, buffers, batch leaves, constants.
+        CaptureError if a tensor from outside is no constant.
 
         Args:
             placeholders: nodes of the trace, in the order of `trace.inputs`.

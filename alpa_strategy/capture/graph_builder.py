@@ -90,7 +90,8 @@ class Builder:
     def call_of(
         self, target: Any, args: Any, kwargs: dict[str, Any] | None = None
     ) -> tuple[OpCall, list[ValueRef]]:
-        """Return a call as an OpCall without results, and its operands.
+        """Return a call of the op `target` as an OpCall without results, and its operands: the
+        ValueRefs among its arguments.
 
         Equal calls on other tensors are equal OpCalls.
         """
@@ -103,7 +104,7 @@ class Builder:
         return OpCall(target, slot_args, tuple(slot_kwargs), metas, ()), operands
 
     def emit(self, target: Any, *args: Any, **kwargs: Any) -> Any:
-        """Add an op.
+        """Add the op `target`, with ValueRefs among its arguments.
 
         Returns:
             A ValueRef, or a tuple of them if the op returns one; None in place of what is no

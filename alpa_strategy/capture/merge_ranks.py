@@ -143,7 +143,7 @@ class _Merger:
 
     def merged(self) -> StepGraph:
         """Return the step of the global batch: batch leaves are stacked over ranks, ops run per
-        rank.
+        rank. CaptureError if ranks change a parameter apart.
         """
         for entry in (*self.step.parameters, *self.step.constant_inputs):
             self.state[entry.value] = Merged(self.builder.add_value(entry.meta))

@@ -33,7 +33,8 @@ def globals_kept(
     """Undo changes of globals and closures, and refuse a step that makes any.
 
     They are those of the methods of the module's classes, and of the functions that these name.
-    Caches (`functools.lru_cache`) that the step fills with fake tensors are emptied.
+    Those of installed packages are undone, not refused. Caches (`functools.lru_cache`) that the
+    step fills with fake tensors are emptied.
 
     Args:
         seen: ids of objects that have snapshots elsewhere; gets those of the objects searched here.

@@ -254,7 +254,7 @@ class _Tracing:
         """Run the step on `tensors`, one per input, and return the tensors of its results.
 
         `self.results` gets the structure of the results, `self.reads` the attributes that were
-        read.
+        read. CaptureError if the step changes what it may not.
         """
         module = self.module
         record = self.record

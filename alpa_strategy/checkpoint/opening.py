@@ -339,7 +339,8 @@ def place_of(info: _StorageInfo) -> str:
 
 
 def checksum(file: Any, info: _StorageInfo) -> int:
-    """Return the CRC-32 of a range of bytes of an open file, up to its end if that comes first.
+    """Return the CRC-32 of a range of bytes of an open file (offset and length of `info`), up to
+    its end if that comes first.
 
     It detects damaged and mixed-up files, not intended changes: the checksums could be changed,
     too.

@@ -49,6 +49,9 @@ def on_all_ranks(
     """Run `work` on every rank; an AlpaError on any rank is raised on all (the lowest rank's), any
     other error only where it occurs. Collective.
 
+    Args:
+        group: of the ranks; None: all.
+
     Returns:
         This rank's result, and `summary(result)` (small, picklable) of every rank.
     """
@@ -265,6 +268,10 @@ def broadcast_tensors(tensors: Iterable[torch.Tensor], source: int = 0, group: A
     """Copy rank `source`'s values to every rank's tensors in place, as DDP does. Collective.
 
     Meta tensors are left out.
+
+    Args:
+        source: rank within `group`.
+        group: of the ranks; None: all.
     """
     with_memory = [tensor.detach() for tensor in tensors if not tensor.is_meta]
     if world_size(group) > 1 and with_memory:

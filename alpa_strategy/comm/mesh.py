@@ -445,7 +445,7 @@ def build_stage_meshes(
 
     Args:
         meshes: (shape, ranks) of each; stages may share ranks. Equal ones are one mesh.
-        backend, own_groups, group: as for `build_mesh`.
+        backend, own_groups, group: as for `build_mesh`; OptionError as of `select_backend`.
     """
     is_nccl = dist.is_initialized() and dist.get_backend() == "nccl"
     library = select_backend(backend, "cuda" if is_nccl else "cpu")

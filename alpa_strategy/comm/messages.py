@@ -194,7 +194,7 @@ class Transfer:
         return ops
 
     def receive(self, tag: int, start: bool = True) -> "Receipt":
-        """Post the receives of this rank's pieces of one bundle.
+        """Return the receives of this rank's pieces of one bundle, whose messages have `tag`.
 
         Args:
             start: whether they are launched; if not, the caller launches `Receipt.ops`.

@@ -97,7 +97,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _entries(arguments: argparse.Namespace, prices: Sequence[float]) -> Iterator[Entry]:
     """Plan the recipe for each cluster and each kind of parallelism, and yield the entries one by
-    one; without a plan where a PlanError says that none fits.
+    one; without a plan where a PlanError says that none fits. Other AlpaErrors are raised.
 
     Args:
         arguments: the parsed command line.

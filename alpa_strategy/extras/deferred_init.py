@@ -118,7 +118,10 @@ class DeferredInit(ModuleInit):
         If parameters are to be made in shards, the Trainer's sanity check is switched off
         (`num_sanity_val_steps = 0`), and rank 0 logs that.
 
-        Args: as of `ModuleInit.settle`.
+        Args:
+            trainer, module: of the run.
+            loaded: name -> tensor of a checkpoint, for parameters whose shards are read later.
+            fits: whether the full module fits on one device; then it is sharded for training alone.
 
         Raises:
             AlpaError: a parameter or buffer on the meta device has no values, and its module no
@@ -164,7 +167,8 @@ class DeferredInit(ModuleInit):
         """Context in which the module is sharded.
 
         Its value is a function that returns the full tensor of a parameter or of optimizer state;
-        `Tensor.detach` if nothing is deferred.
+        `Tensor.detach` if nothing is deferred. AlpaError if a parameter was changed in place
+        before.
         """
         if self._recorder is None:
             yield Tensor.detach
@@ -225,7 +229,7 @@ class DeferredInit(ModuleInit):
 
     def _finish(self) -> None:
         """Make the parameters that were not sharded (no plan, or unused), and drop the record
-        unless shards are read later.
+        unless shards are read later. CheckpointError if a file cannot be read.
         """
         for parameter, deferred in self._waiting.items():
             # Strides of 0: a placeholder, or a parameter that `_full` returned without values.

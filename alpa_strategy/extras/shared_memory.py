@@ -262,6 +262,7 @@ def shared_memory_group(
 
     Args:
         wanted_bytes: of the group's memory; None: TOTAL_BYTES.
+        rank, size: of this rank and of `group`.
     """
     total_bytes = file_bytes(size, TOTAL_BYTES if wanted_bytes is None else wanted_bytes)
     path = _new_file(total_bytes) if rank == 0 else None

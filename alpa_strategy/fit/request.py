@@ -70,6 +70,7 @@ def checked(request: FitRequest) -> FitRequest:
     Raises:
         OptionError: a number is below 1, the precision is unknown, or there is no such
             configuration.
+        SetupError: as of `read_config`.
     """
     numbers = {
         "--seq": request.sequence_length,

@@ -38,8 +38,9 @@ def export_pretrained(
 
     Raises:
         CheckpointError: the checkpoint has no such model, or one of its weights is missing or has
-            another shape.
+            another shape, or a file cannot be written.
         FileNotFoundError: there is no `source`.
+        SetupError: a library of Hugging Face is not installed.
     """
     checkpoint = open_checkpoint(source, weights_only)
     name, description = _described(checkpoint.get(ENTRY) or {}, source, module)

@@ -214,6 +214,7 @@ class FailureWatch:
 
     def _end_because_of(self, text: str, store: Any) -> None:
         """Name another rank's error in a line and end; whichever of the two threads comes first.
+        `text` has its rank, a line on it and its traceback.
 
         The failing rank shows its traceback itself. Only if it does not (it hangs, or its script
         goes on past the error) does rank 0 show it. An AlpaError has no traceback to be shown, and

@@ -137,6 +137,9 @@ class SubmoduleRun(ShardedRun):
 
         Args:
             eager_step: calls the module's `training_step`; the batch is bound to it already.
+
+        Raises:
+            RuntimeMismatchError: ranks have loaded different batches, or make other calls.
         """
         self.take_buffers()
         changed = [self._clipping()]
@@ -303,6 +306,7 @@ def _plannable(
 
     Args:
         unlike: paths of submodules whose calls differ between ranks.
+        recorded, job, why: as of `_captured`.
 
     Raises:
         CaptureError: `why`, if there are none.
