@@ -323,7 +323,7 @@ class Background:
         return self._last
 
     def wait(self, timeout_seconds: float | None = None) -> None:
-        """Return when no job is running, or at the timeout; raise the error of a failed job, once."""
+        """Return when no job is running, or at the timeout; raise a failed job's error, once."""
         if self._last is not None:
             self._last.join(timeout_seconds)
         error = self._error
