@@ -278,7 +278,9 @@ def _export_to_folder(arguments: argparse.Namespace) -> Path | str:
 
 
 def _ops(arguments: argparse.Namespace) -> int:
-    """Print the rules of ops whose names match a pattern, and return the exit code."""
+    """Print the rules of ops whose names match a pattern, and return 0; OptionError if there are
+    none.
+    """
     rows = op_rows(arguments.pattern)
     if arguments.json:
         print(json.dumps(op_data(rows), indent=1))

@@ -79,7 +79,8 @@ def read_yaml(path: str | Path) -> Any:
 
     Raises:
         OSError: the file cannot be read.
-        BadFileError: it is no YAML, or exceeds the limits of size, depth or number of values.
+        BadFileError: it is no YAML or one value, or exceeds the limits of size, depth or number of
+            values.
     """
     # Imported here, as most processes read no YAML file.
     from omegaconf import OmegaConf
@@ -109,7 +110,8 @@ def write_json(path: str | Path, data: Any) -> None:
 
 @contextmanager
 def replacing(path: Path, durable: bool = True) -> Iterator[Path]:
-    """Context with a temporary file in the folder of `path`, which replaces `path` at the end.
+    """Context with a temporary file in the folder of `path`, which replaces `path` at the end;
+    after an error it is deleted instead.
 
     Args:
         path: the file to be replaced; its folder is made.

@@ -29,7 +29,8 @@ def without_collections() -> Iterator[None]:
 
 @contextmanager
 def rare_collections() -> Iterator[None]:
-    """Context of planning: cyclic garbage is collected rarely.
+    """Context of planning: cyclic garbage is collected rarely, and what exists before is frozen.
+    Nothing changes if it is as rare already.
 
     This saves a sixth of the time of a large plan, and more of a small step's first start.
     """

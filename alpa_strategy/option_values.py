@@ -132,7 +132,9 @@ def _parallel(value: Any) -> str | tuple[str, ...]:
 
 
 def _mesh(value: Any) -> tuple[int, ...]:
-    """Return the option `logical_mesh`, one or two positive sizes."""
+    """Return the option `logical_mesh`, one or two positive sizes; ValueError or TypeError for
+    other values.
+    """
     _require(isinstance(value, Sequence))
     sizes = tuple(_integer(size, 1) for size in value)
     _require(1 <= len(sizes) <= 2)
@@ -160,7 +162,9 @@ def _placements(value: Any) -> tuple[tuple[str, str], ...]:
 
 
 def _ranks(value: Any) -> tuple[int, ...]:
-    """Return ranks in ascending order, from a number, several, or a text such as `0-3, 8-11`."""
+    """Return ranks in ascending order, from a number, several, or a text such as `0-3, 8-11`;
+    ValueError or TypeError for other values, and for none.
+    """
     if isinstance(value, str):
         value = _ranks_of_text(value)
     if isinstance(value, int):
@@ -172,7 +176,9 @@ def _ranks(value: Any) -> tuple[int, ...]:
 
 
 def _ranks_of_text(text: str) -> list[int]:
-    """Return the ranks of a text such as `0-3, 8`."""
+    """Return the ranks of a text such as `0-3, 8`; ValueError for another text, or a rank above
+    MAX_RANK.
+    """
     ranks: list[int] = []
     for item in text.split(","):
         first, _, last = item.partition("-")

@@ -117,7 +117,7 @@ class PlanOptions:
     def from_user(cls, **values: object) -> "PlanOptions":
         """Validate a user's option values and freeze them.
 
-        `memory_limit` may also be a text such as `"16GB"` or `"80GiB"`.
+        `stages` sets `num_stages`. `memory_limit` may also be a text such as `"16GB"` or `"80GiB"`.
 
         Raises:
             OptionError: an option is unknown, has a value that it cannot have, or contradicts

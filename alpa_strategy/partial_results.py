@@ -99,11 +99,12 @@ class PartialResults:
         encode: Callable[[T], Record],
         decode: Callable[[Record], T],
     ) -> T:
-        """Return the stored result of `kind` and `key`; if there is none, compute and store it.
+        """Return the stored result of `kind` and `key`; if there is none, compute it, and store it
+        if that took long.
 
         Args:
             kind: a word for the file name.
-            key: returns the key. Not called if nothing is stored.
+            key: returns the key. Not called if there is no folder.
             compute: returns the result.
             encode: returns the record of a result.
             decode: the inverse of `encode`. Raises one of `UNUSABLE` if the record is not one of
@@ -137,7 +138,7 @@ class PartialResults:
 
         Args:
             name: of the file.
-            compute: returns the result; a PlanError is stored as well.
+            compute: returns the result; a PlanError becomes a `_Failure`, which is stored as well.
             encode: returns it as JSON.
         """
         outcome: _Result[T] | _Failure
@@ -165,7 +166,8 @@ class PartialResults:
         return outcome
 
     def _read(self, name: str, decode: Callable[[Record], T]) -> "_Result[T] | _Failure":
-        """Return the content of a file.
+        """Return the content of a file. Those of another process are counted as used; the first is
+        reported.
 
         Raises:
             UNUSABLE: this package did not store it under this name.
@@ -412,7 +414,8 @@ def _decoded(value: Any) -> Any:
 
 
 def _delete_old_files(folder: Path) -> set[str]:
-    """Delete old files from `folder`, and return the names of the others.
+    """Delete old files from `folder`, and return the names of the others; none if the folder cannot
+    be read. Files of others stay.
 
     A file is old after `MAX_AGE_SECONDS`, or if all newer ones have `MAX_FOLDER_BYTES` together.
     """

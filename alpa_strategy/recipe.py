@@ -71,8 +71,8 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
         overrides: texts `key=value` with dotted keys and YAML values.
 
     Raises:
-        OptionError: there is no such file, it is not valid YAML, a key is unknown, or a value has
-            the wrong type.
+        OptionError: there is no such file, it is not valid YAML, a key is unknown or missing, or a
+            value is wrong.
     """
     # Without such a file, `read_yaml` raises an error with the names that there are.
     path = find_named(path, RECIPES) or Path(path)
@@ -159,7 +159,7 @@ def build_data(recipe: Recipe) -> lightning.LightningDataModule:
 
 
 def build_trainer(recipe: Recipe) -> lightning.Trainer:
-    """Build the Trainer with `AlpaStrategy(**strategy)`.
+    """Build the Trainer with `AlpaStrategy(**strategy)`; OptionError if an argument is refused.
 
     An override `trainer.strategy=ddp` replaces the strategy, for comparison.
     """
@@ -339,7 +339,9 @@ def _apply_override(config: Any, text: str, known: Iterable[str]) -> None:
 
 
 def _checked_target(recipe: Recipe, node: Mapping[str, Any], where: str) -> Any:
-    """Return the `_target_` of a mapping, whose other keys are arguments that it accepts."""
+    """Return the `_target_` of a mapping, whose other keys are arguments that it accepts;
+    OptionError if not.
+    """
     factory = resolve_target(node[TARGET], recipe.path.parent)
     arguments = {key: value for key, value in node.items() if key != TARGET}
     _check_call(factory, arguments, f"{recipe.path}: {where}", required=True)
@@ -358,7 +360,8 @@ def _check_call(
         required: whether arguments without a default must be present.
 
     Raises:
-        OptionError: an argument is unknown or missing, or has not its annotated simple type.
+        OptionError: an argument is unknown or missing, or has not its annotated simple type. Types
+            are not checked if annotations cannot be resolved.
     """
     parameters = dict(inspect.signature(factory).parameters)
     parameters.pop("self", None)

@@ -1,8 +1,7 @@
 """AlpaStrategy: a run's hooks, in the order in which the Trainer calls them.
 
 The Trainer sets up, runs its sanity check and restores checkpoints on the full module. The first
-training batch is then planned, and the module sharded (`lightning/session.py`). Everything heavy is
-in `alpa_strategy.lightning`.
+training batch is then planned, and the module sharded, all by `alpa_strategy.lightning`.
 """
 
 import inspect
@@ -88,8 +87,7 @@ class AlpaStrategy(SavesPretrained, ParallelJob):
         checkpoint: `sharded`: directories that all ranks write; `single`: ordinary files that rank
             0 writes (full tensors in every rank's memory); `auto`: directories while the plan has
             sharded parameters, ordinary files otherwise.
-        async_checkpoint: whether training continues while a checkpoint is written (as with
-            AsyncCheckpointIO).
+        async_checkpoint: train on while a checkpoint is written (as with AsyncCheckpointIO).
         check_replicas_every: steps between checks that replicated parameters and buffers are equal
             on all ranks, in addition to checks at the first steps and at checkpoints; 0: never.
         replicas: with `batch_scope="replica"`: number of replicas that the devices are divided
@@ -224,8 +222,7 @@ class AlpaStrategy(SavesPretrained, ParallelJob):
     def __setattr__(self, name: str, value: Any) -> None:
         """Set an attribute; the Trainer's module without `torch.compile` around it.
 
-        The Trainer refuses compiled modules for strategies that it does not know. Here the captured
-        step is compiled instead. (A property would be read fifty times a step.)
+        The Trainer refuses compiled modules: the step is compiled. (A property would be slower.)
         """
         is_module = name == "_lightning_module" and value is not None
         if is_module and value._compiler_ctx is not None:
@@ -307,6 +304,7 @@ class AlpaStrategy(SavesPretrained, ParallelJob):
 
     @override
     def setup_environment(self) -> None:
+        """Start the job and begin checkpoints; OptionError if `replicas` cannot divide it."""
         self._device = None
         super().setup_environment()
         self._device = self.root_device
@@ -321,8 +319,7 @@ class AlpaStrategy(SavesPretrained, ParallelJob):
     @contextmanager
     @override
     def tensor_init_context(self, empty_init: bool | None = None) -> Generator[None, None, None]:
-        """Context of `configure_model` and `trainer.init_module()`: modules that are built in it
-        get their shards later."""
+        """Context of configure_model and `init_module()`: modules built in it get shards later."""
         if self.num_nodes * self.num_processes > 1:
             self._session.deferred_init.begin(self.root_device)
         with super().tensor_init_context(empty_init), self._session.deferred_init.recording():
@@ -332,6 +329,7 @@ class AlpaStrategy(SavesPretrained, ParallelJob):
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
+        """Check precision, module and optimizers, and set them up, full or deferred. Collective."""
         assert self.accelerator is not None
         self.accelerator.setup(trainer)
         self.take_signals(trainer)
@@ -380,8 +378,7 @@ class AlpaStrategy(SavesPretrained, ParallelJob):
 
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        """Plan on the first batch. It is the loader's, so no batch is lost and no random state is
-        changed."""
+        """Plan on the loader's first batch: none is lost, and no random state is changed."""
         self._session.before_training_batch(self._module, self.optimizers, batch, batch_idx)
         self._reports.begin_batch(self.run)
 
@@ -400,7 +397,7 @@ class AlpaStrategy(SavesPretrained, ParallelJob):
     def backward(
         self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any
     ) -> Tensor:
-        """Run the backward; gradients are reduced before `on_after_backward` sees them."""
+        """Run the backward, return the loss; gradients are reduced before `on_after_backward`."""
         plugin, module = self.precision_plugin, self._module
         loss = plugin.pre_backward(closure_loss, module)
         self._session.backward(
@@ -445,7 +442,7 @@ class AlpaStrategy(SavesPretrained, ParallelJob):
 
     @override
     def on_train_end(self) -> None:
-        """Unshard the module and the optimizer, if they fit."""
+        """Unshard module and optimizer if they fit; RuntimeMismatchError if others still train."""
         if self._watch is not None:
             self._watch.after_last_batch()
         self._reports.end(self.run)
@@ -462,6 +459,7 @@ class AlpaStrategy(SavesPretrained, ParallelJob):
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
+        """Return the state dict that a checkpoint gets: of shards, or full. Collective."""
         if self._session.deferred_init.is_pending:
             return self._session.deferred_init.whole_values(super().lightning_module_state_dict())
         with self._session.as_training_holds_it():
@@ -487,6 +485,7 @@ class AlpaStrategy(SavesPretrained, ParallelJob):
     def load_checkpoint(
         self, checkpoint_path: Any, weights_only: bool | None = None
     ) -> dict[str, Any]:
+        """Return the checkpoint at a path or URL; tensors are read when they are used."""
         checkpoint = self._checkpoints.load(checkpoint_path, weights_only, self.checkpoint_io)
         if self._checkpoints.resumes_an_epoch_of_other_ranks:
             self._loader_order.restore(self._module.trainer)
@@ -494,6 +493,7 @@ class AlpaStrategy(SavesPretrained, ParallelJob):
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Read a checkpoint's `state_dict` into the module or its shards. Collective."""
         if is_on_meta(self._module):
             self._session.deferred_init.begin(self.root_device)
             self._session.deferred_init.before_loading(self._module, checkpoint["state_dict"])
@@ -504,8 +504,7 @@ class AlpaStrategy(SavesPretrained, ParallelJob):
         self._checkpoints.load_optimizers(self.optimizers, checkpoint["optimizer_states"])
 
     def whole_parameters(self) -> AbstractContextManager[None]:
-        """Context in which the module's parameters are full, for user code; changes persist.
-        Collective on entry."""
+        """Context with full parameters for user code; changes persist. Collective on entry."""
         return nullcontext() if self.run is None else self.run.full_parameters.entered()
 
     @property
@@ -549,6 +548,7 @@ class AlpaStrategy(SavesPretrained, ParallelJob):
 
     @override
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
+        """Return [ranks, *shape] of the ranks of `group`, or of the replicas. Collective."""
         if group is None:
             self._meet()
         # The same result as of the module's own `all_gather`.
@@ -577,6 +577,7 @@ class AlpaStrategy(SavesPretrained, ParallelJob):
 
     @override
     def on_exception(self, exception: BaseException) -> None:
+        """Add a note to an error of memory or shapes, end checkpoints, tell the other ranks."""
         self.interrupted = True
         self._session.explain(exception)
         self._checkpoints.close(interrupted=True)

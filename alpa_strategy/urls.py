@@ -124,6 +124,7 @@ def upload(source: Path, url: str) -> None:
 
     Raises:
         OSError: it cannot be written, or has another size then.
+        SetupError: as of `_file_system`.
     """
     with _using(url, "written") as (file_system, path):
         file_system.makedirs(path.rpartition("/")[0], exist_ok=True)
@@ -140,6 +141,7 @@ def replace(source: Path, url: str) -> None:
 
     Raises:
         OSError: it cannot be written.
+        SetupError: as of `_file_system`.
     """
     with _using(url, "written") as (file_system, path):
         file_system.makedirs(path.rpartition("/")[0], exist_ok=True)
@@ -151,7 +153,9 @@ def replace(source: Path, url: str) -> None:
 
 
 def remove(url: str) -> None:
-    """Remove a file, or a folder with all of its files; nothing if there is none."""
+    """Remove a file, or a folder with all of its files; nothing if there is none. Errors as of
+    `_using`.
+    """
     with _using(url, "removed") as (file_system, path):
         file_system.invalidate_cache()
         if file_system.exists(path):
@@ -162,7 +166,7 @@ def remove(url: str) -> None:
 @contextmanager
 def _using(url: str, verb: str) -> Iterator[tuple[Any, str]]:
     """Context with the file system of a URL and the path in it; any error in the block becomes a
-    FileNotFoundError or `UrlError`, which are OSErrors.
+    FileNotFoundError or `UrlError`, which are OSErrors. SetupError as of `_file_system`.
 
     Args:
         verb: what is done there, for the message: `read`, `written`.

@@ -37,6 +37,11 @@ def note_writes(
 ) -> None:
     """Add the attributes that the step has set to `of_step`.
 
+    A value with tensors or counters of the step goes to `assigned`, unless the step reads the
+    attribute first, and to `initial`, if it is the same at every step; else `_add_state` adds it.
+    Changing numbers and states that have changed go to `assigned`. Others, and attributes of
+    modules that are no submodules, are left out.
+
     Args:
         module: whose step it is.
         of_step: gets `assigned`, `initial`, `states` and `guarded`.
@@ -82,7 +87,8 @@ def note_writes(
 def _add_state(of_step: ChangesOfStep, place: Place, value: Any, before: Any) -> None:
     """Add to `of_step` an attribute that the step reads before it sets it.
 
-    An attribute whose former value is neither state nor plain is left out.
+    To `states` if its former value is a state; to `assigned` and `guarded` if it had none or a
+    plain one. An attribute whose former value is neither state nor plain is left out.
 
     Args:
         place: where the attribute is.

@@ -89,7 +89,7 @@ def done_by_autocast(call: OpCall, state: AutocastState) -> tuple[Casts, torch.d
 
 
 def _only(dtype: torch.dtype, casts: Casts) -> Casts:
-    """Return the casts to `dtype`, without the others."""
+    """Return the casts with None in place of those to other dtypes than `dtype`."""
     selected: list[torch.dtype | None] = []
     for cast in casts:
         selected.append(cast if cast == dtype else None)
@@ -188,8 +188,8 @@ def _work(
         enabled: whether autocast is on.
 
     Returns:
-        (op, dtypes of its results) of every op, and last the dtypes of the call's results; then
-        the first cast of every operand.
+        (op, dtypes of its results) of every op, and last the dtypes of the call's results; then the
+        first cast of every operand, None if it has none.
     """
     work: list[Any] = []
     observed: dict[int, torch.dtype] = {}
@@ -244,10 +244,11 @@ class Autocast:
         return self._regions[-1][1] if self._regions else None
 
     def enter(self, node: fx.Node) -> None:
-        """Open a region. `node` is the call of _enter_autocast.
+        """Open a region; a disabled one for another device type changes nothing. `node` is the call
+        of _enter_autocast.
 
         Raises:
-            CaptureError: it is for another device type than the module's.
+            CaptureError: it is enabled, for another device type than the module's.
         """
         arguments: Any = node.args
         device_type, dtype, enabled = arguments[:3]

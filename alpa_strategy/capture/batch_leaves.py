@@ -12,7 +12,8 @@ from alpa_strategy.errors import CaptureError
 
 
 def have_common_size(leaves: Sequence[Any]) -> tuple[bool, ...]:
-    """Return, for every tensor leaf of a batch, whether its size(0) is the most frequent one.
+    """Return, for every tensor leaf of a batch, whether its size(0) is the most frequent one; False
+    for a scalar.
 
     Among equally frequent ones, that of the first leaf counts. These are the leaves that
     micro-batches try to split. No number depends on it: the walk over the ops proves each split
@@ -69,7 +70,7 @@ def first_on_memory(tensors: Sequence[Tensor]) -> tuple[int, ...]:
 
 
 def sharing_memory(tensors: Sequence[Tensor], others: Sequence[Tensor]) -> frozenset[int]:
-    """Return the indices of the tensors whose memory another one shares.
+    """Return the indices of the tensors whose memory another one shares. Sparse tensors share none.
 
     Args:
         tensors: the inputs of a step; one that is there twice shares its memory.

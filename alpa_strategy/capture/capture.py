@@ -79,11 +79,14 @@ def capture_step(
 
 
 def _traced(call: StepCall) -> tuple[StepCall, Trace, ir.StepGraph]:
-    """Return the trace of a step and its graph, and the call with its lists and states.
+    """Return the call with the step's lists and states, its trace and its graph.
 
-    Lists that the step only appends to, and tensors that one step leaves for the next, are known
-    at its end, when the trace has reads of them already. So it is traced once more, with stand-ins
-    for them.
+    Lists that the step only appends to, and tensors that one step leaves for the next, are known at
+    its end, when the trace has reads of them already. So it is traced once more, with stand-ins for
+    them; and if it writes in place to a tensor that an attribute holds.
+
+    Raises:
+        CaptureError: the step cannot be captured.
     """
     while True:
         trace = trace_step(call)

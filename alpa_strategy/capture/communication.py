@@ -49,7 +49,9 @@ def refuse_collective(collective: str, where: str | None = None) -> NoReturn:
 
 
 def collectives_refused() -> AbstractContextManager[None]:
-    """Return the context that refuses calls of torch.distributed by this thread."""
+    """Return the context in which this thread's calls of torch.distributed's public collectives,
+    messages and barriers raise CaptureError.
+    """
     patches = []
     for module in (dist, functional):
         for name, function in vars(module).items():

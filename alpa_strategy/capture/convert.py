@@ -87,6 +87,7 @@ class _Converter:
 
     def add_inputs(self, placeholders: list[fx.Node]) -> None:
         """Add a value to the graph for every input: parameters, buffers, batch leaves, constants.
+        CaptureError if a tensor from outside is no constant.
 
         Args:
             placeholders: nodes of the trace, in the order of `trace.inputs`.
@@ -172,7 +173,7 @@ class _Converter:
     # The walk
 
     def run(self) -> None:
-        """Convert all nodes."""
+        """Convert all calls, and set `outputs` to the values of the trace's results."""
         for node in self.trace.module.graph.nodes:
             self.builder.module, self.builder.source = self.trace.origins.get(node, ("", ""))
             if node.op == "call_function":
@@ -181,7 +182,7 @@ class _Converter:
                 self.outputs = [self.memory.read(self.views[n]) for n in node.args[0]]
 
     def _call(self, node: fx.Node) -> None:
-        """Convert a node that calls a function.
+        """Convert a node that calls a function; ops of a profiler are left out.
 
         Raises:
             CaptureError: it is not an op, nor a context of PyTorch that the graph can express.
@@ -355,7 +356,9 @@ class _Converter:
             )
 
     def _copy(self, node: fx.Node) -> None:
-        """Convert a clone, or a conversion of dtype or device, to nothing, a cast, or a copy."""
+        """Convert a clone, or a conversion of dtype or device, to a cast if the dtype differs, else
+        to no op. The result has memory of its own, unless the fake tensors share it.
+        """
         base = self.views[node.args[0]]
         value = node.meta["val"]
         ref = self._read(base)
@@ -391,7 +394,7 @@ class _Converter:
         a reshape is a view depends on strides.
 
         Args:
-            result: a ValueRef, or a tuple of ValueRefs and Nones.
+            result: a ValueRef, or a tuple of ValueRefs and Nones, whose view is None.
             args, kwargs: the op's arguments.
         """
         traced = node.meta["val"]
@@ -425,7 +428,8 @@ class _Converter:
         """Convert `x.op_(...)` or `op(..., out=x)`: compute out of place, write the result to x.
 
         Raises:
-            CaptureError: x is a parameter that trains, or requires grad inside no_grad.
+            CaptureError: x is a parameter that trains, or requires grad inside no_grad, or gets
+                another shape.
             WrittenConstantError: x is a tensor from outside of the step.
         """
         view = self.views[write.into]
@@ -466,7 +470,8 @@ class _Converter:
     def finish(self) -> ir.StepGraph:
         """Return the graph of the ops that have an effect.
 
-        Dead ops are left out, values are renumbered, ops named.
+        Dead ops are left out, values are renumbered, ops named. A CaptureError if there is no loss,
+        or a changed tensor shares its memory.
         """
         # The step's results, with ValueRefs of the builder.
         results = map_refs(self.trace.results, lambda ref: self.outputs[ref.index])

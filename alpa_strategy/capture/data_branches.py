@@ -169,7 +169,7 @@ class ConstantValues:
                 self._sources[shared] |= sources
 
     def _add_buffer(self, node: fx.Node) -> None:
-        """Set the value of the next placeholder, if it is a known buffer."""
+        """Set the value of the next placeholder to a copy on the CPU, if it is a known buffer."""
         known = self._buffers.get(self._num_placeholders)
         self._num_placeholders += 1
         if known is None:
@@ -251,7 +251,8 @@ def raised_where_not(frame: FrameType, answer: bool) -> tuple[str, str]:
     """Return the exception that `frame` raises if the tensor's truth value is not `answer`.
 
     Returns:
-        The exception's class as `module.name`; and its text, if that is a constant, or "".
+        The exception's class as `module.name`, RuntimeError if the code does not tell; and its
+        text, if that is a constant, or "".
     """
     code = frame.f_code
     start = _start_of_branch(code, frame.f_lasti, not answer)

@@ -69,10 +69,11 @@ def after_first_call(
 
 def _with_inputs(call: StepCall, counted: tuple[Place, ...]) -> tuple[StepGraph, tuple[Place, ...]]:
     """Trace the step once more with the numbers at `counted` as inputs, and return its graph and
-    the locations of all numbers that are inputs.
+    the locations of all numbers that are inputs. If it still sets attributes, `after_first_call`
+    follows.
 
     Raises:
-        CaptureError: it still changes attributes of the module.
+        CaptureError: it leaves tensors for the next step, or is no initialization.
     """
     call = replace(call, numbers=(*call.numbers, *counted))
     trace = trace_step(call)
@@ -114,7 +115,8 @@ def _compute_the_same(
 
 
 def _folded_digest(step: StepGraph, module: nn.Module, once: Collection[str]) -> str:
-    """Return a hash of a step's results, with values of constants and buffers alone as constants.
+    """Return a text of hashes, the same for steps that compute the same results. What depends on
+    constants and buffers alone is computed, and enters with its value.
 
     Args:
         module: has the buffers.

@@ -90,7 +90,8 @@ class Builder:
     def call_of(
         self, target: Any, args: Any, kwargs: dict[str, Any] | None = None
     ) -> tuple[OpCall, list[ValueRef]]:
-        """Return a call as an OpCall without results, and its operands.
+        """Return a call of the op `target` as an OpCall without results, and its operands: the
+        ValueRefs among its arguments.
 
         Equal calls on other tensors are equal OpCalls.
         """
@@ -103,10 +104,11 @@ class Builder:
         return OpCall(target, slot_args, tuple(slot_kwargs), metas, ()), operands
 
     def emit(self, target: Any, *args: Any, **kwargs: Any) -> Any:
-        """Add an op.
+        """Add the op `target`, with ValueRefs among its arguments.
 
         Returns:
-            A ValueRef; if the op returns a tuple, a tuple of ValueRefs, and None for other items.
+            A ValueRef, or a tuple of them if the op returns one; None in place of what is no
+            tensor.
         """
         without_results, operands = self.call_of(target, args, kwargs)
         call, numbers = infer(without_results)
@@ -193,7 +195,7 @@ class Memory:
 
     def read(self, view: View) -> ValueRef:
         """Return the view's present value. If its memory was written to since the last read, ops
-        that compute it are emitted.
+        that compute it are emitted, or CaptureError is raised if one is not supported.
         """
         if view.version != view.storage.version:
             view.value = self._prefixes(view)[-1]
@@ -205,7 +207,8 @@ class Memory:
         tensor that shares its memory.
 
         Raises:
-            CaptureError: the memory is that of a tensor outside of the graph that is no buffer.
+            CaptureError: the memory is that of a tensor outside of the graph that is no buffer, or
+                an op that made the view is not supported.
         """
         if view.storage.is_outside:
             raise CaptureError(

@@ -59,7 +59,8 @@ def with_records(
 
     Args:
         results: as of `Trace.results`, with ValueRefs of the graph.
-        lists: the locations of the lists in `results["appended"]`.
+        lists: the locations of the lists in `results["appended"]`; those that got no item have no
+            record.
         attributes: the locations of the values in `results["assigned"]`.
     """
     logs = []
@@ -137,7 +138,9 @@ class Numbering:
 
 
 def renumbered_ops(ops: list[ir.Op], numbering: Numbering) -> list[ir.Op]:
-    """Return the ops on new values, named `mul_0`, `mul_1`, ... after their targets."""
+    """Return the ops on new values, named `mul_0`, `mul_1`, ... after their targets. `numbering`
+    gets their results.
+    """
     renumbered = []
     counts: Counter[str] = Counter()
     for op in ops:

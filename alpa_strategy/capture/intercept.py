@@ -317,8 +317,8 @@ def recording(
 
 
 def _recording_log(record: Recording, names: Mapping[int, str]) -> dict[str, Callable[..., None]]:
-    """Return name -> replacement of the module's `log` and `log_dict`: both append to
-    `record.logs`.
+    """Return name -> replacement of the module's `log` and `log_dict`: both append (name, value,
+    other arguments) to `record.logs`. A CaptureError if a value is no tensor, number or metric.
 
     Args:
         names: id of a metric -> its path in the module.
@@ -419,7 +419,8 @@ def _recording_class(
     names: Mapping[int, str] | None,
     device: torch.device,
 ) -> Iterator[None]:
-    """Swap the module's class for a subclass whose log methods and counters record.
+    """Swap the module's class for a subclass whose log methods and counters record; a CaptureError
+    if the block sets an attribute of the class.
 
     Args:
         names: path of a submodule by its id; None: `module` is inside of the one that trains, and
@@ -449,7 +450,10 @@ def _recording_class(
 def _shadowed_metric(
     metric: nn.Module, name: str, record: Recording
 ) -> AbstractContextManager[None]:
-    """Context in which calls of the metric `name` are appended to `record.metrics`, not run."""
+    """Context in which calls of `forward` and `update` of the metric `name` are appended to
+    `record.metrics`, not run. `forward` and `compute` return MetricValues; texts raise
+    CaptureError.
+    """
 
     def keep(method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         args, kwargs = pytree.tree_map_only(
@@ -495,7 +499,8 @@ def _shadowed_metric(
 def _forbidden_calls(record: Recording, held: Container[int]) -> AbstractContextManager[None]:
     """Return the context that refuses calls whose effect a forward graph cannot have.
 
-    Without it, the effect would be lost silently.
+    Without it, the effect would be lost silently. An autograd.Function becomes an op, inference
+    mode no_grad; hooks on saved tensors and checks of distributions are left out, with a note.
 
     Args:
         held: ids of objects that are not used by the step alone.
@@ -579,7 +584,9 @@ def _hooks_note(record: Recording) -> Callable[[Any], None]:
 
 
 def _without_argument_checks(record: Recording) -> Callable[..., None]:
-    """Return `__init__` of a torch.distributions.Distribution that does not check its arguments."""
+    """Return `__init__` of a torch.distributions.Distribution that does not check its arguments,
+    and notes it.
+    """
     original = torch.distributions.Distribution.__init__
 
     def init(self: Any, *args: Any, **kwargs: Any) -> None:

@@ -62,9 +62,8 @@ def snapshots_in(
     is_noticed: bool = True,
     named: Collection[str] = (),
 ) -> Iterator[Snapshot]:
-    """Yield snapshots of a value and of everything in it, each object once.
-
-    These are fields, containers, random generators and small arrays.
+    """Yield snapshots of a value and of everything in it (fields, containers, random generators,
+    small arrays), each object once, at most MAX_DEPTH levels deep, and of at most MAX_ITEMS items.
 
     Objects of libraries are not searched: a Trainer, a strategy, a logger, a lock or a queue has no
     snapshot, and an installed package's object only one of its direct fields. Other threads may use
@@ -151,7 +150,8 @@ def _fields_snapshot(value: Any, label: str, is_noticed: bool, named: Collection
 
 
 def _items_in_fields(value: Any, keys: tuple[Any, ...], named: Collection[str]) -> Iterator[_Item]:
-    """Yield the fields of an object that `snapshots_in` has to search, and its class.
+    """Yield the fields of an object that `snapshots_in` has to search, and its class if it is the
+    user's.
 
     Args:
         keys: path to the object.

@@ -103,7 +103,7 @@ def synced_norms(module: nn.Module) -> frozenset[str]:
     These are SyncBatchNorms; all under `Trainer(sync_batchnorm=True)`.
 
     Raises:
-        CaptureError: a SyncBatchNorm names a process group.
+        CaptureError: a SyncBatchNorm names a process group of some ranks.
     """
     strategy = getattr(getattr(module, "_trainer", None), "strategy", None)
     every = getattr(strategy, "_layer_sync", None) is not None
@@ -143,7 +143,7 @@ class _Merger:
 
     def merged(self) -> StepGraph:
         """Return the step of the global batch: batch leaves are stacked over ranks, ops run per
-        rank.
+        rank. CaptureError if ranks change a parameter apart.
         """
         for entry in (*self.step.parameters, *self.step.constant_inputs):
             self.state[entry.value] = Merged(self.builder.add_value(entry.meta))
@@ -417,7 +417,7 @@ class _Merger:
     def _for_each_rank(self, op: Op, states: list[Merged]) -> list[Merged]:
         """Add an op that runs once for each rank, and return its results.
 
-        Args: as of `_synced_norm`.
+        `states`: of the op's operands.
         """
         operands = []
         for value, state in zip(op.operands, states, strict=True):
@@ -567,7 +567,7 @@ def _with_explicit_size(call: OpCall) -> OpCall:
 
 
 def _map_refs(node: Any, fn: Callable[[ValueRef], ValueRef]) -> Any:
-    """Replace the ValueRefs of an output structure or of records."""
+    """Return an output structure or records with `fn` of each ValueRef in its place."""
 
     def mapped(leaf: Any) -> Any:
         if isinstance(leaf, ValueRef):

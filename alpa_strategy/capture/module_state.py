@@ -73,7 +73,7 @@ def attributes_kept(
     """Undo changes of attributes of all submodules, and refuse a step that makes any.
 
     Captured, the step would not repeat them. Containers and objects in attributes are included,
-    with everything in them. Not refused are those that `of_step.assigned` and `of_step.initial`
+    with everything in them. Not refused are those that `of_step.assigned`, `initial` and `states`
     have at the end.
 
     Args:
@@ -190,7 +190,7 @@ def changed_attributes(names: Iterable[str]) -> CaptureError:
 def initialized(stored: Mapping[str, tuple[dict[str, Any], str, Any]]) -> Iterator[None]:
     """Set the attributes that a first call of the step sets, for a block that captures the next.
 
-    If the block fails, it was no initialization, and they are reset.
+    If the block fails, it was no initialization, and they are reset; else they stay set.
 
     Args:
         stored: label -> (namespace, name, value).

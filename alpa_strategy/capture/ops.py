@@ -376,7 +376,7 @@ class _FunctionCall:
         self.returned: _Structure
 
     def _define(self) -> OpOverload:
-        """Define an op for the call, with a unique name."""
+        """Define an op for the call, with a unique name, and add it to `CUSTOM_OPS`."""
         text = stable_text((self.function, *self._arguments.identity, self._autocast))
         stem = re.sub("[^A-Za-z0-9]+", "_", self.function.__qualname__)
         stem += f"_{hashlib.sha256(text.encode()).hexdigest()[:8]}"
@@ -396,7 +396,7 @@ class _FunctionCall:
         """Call the Function, and return the tensors of its result. `returned` gets its structure.
 
         Raises:
-            CaptureError: the Function returns something else than tensors.
+            CaptureError: the Function returns something else than tensors and None.
         """
         context: AbstractContextManager[Any] = nullcontext()
         if self._autocast is not None:

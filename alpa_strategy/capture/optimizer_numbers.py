@@ -109,7 +109,7 @@ class SchedulerView:
         self._to_counter = to_counter
 
     def get_last_lr(self) -> list[Any]:
-        """Return the counters of the last learning rates."""
+        """Return counters of the last learning rates; CaptureError if one is no int or float."""
         counters = []
         for number, rate in enumerate(self._scheduler.get_last_lr()):
             if type(rate) not in (int, float):

@@ -33,7 +33,8 @@ def globals_kept(
     """Undo changes of globals and closures, and refuse a step that makes any.
 
     They are those of the methods of the module's classes, and of the functions that these name.
-    Caches (`functools.lru_cache`) that the step fills with fake tensors are emptied.
+    Those of installed packages are undone, not refused. Caches (`functools.lru_cache`) that the
+    step fills with fake tensors are emptied.
 
     Args:
         seen: ids of objects that have snapshots elsewhere; gets those of the objects searched here.
@@ -93,7 +94,7 @@ _Value = tuple[str, str, Any]
 
 
 def _values_of(files: dict[str, dict[str, Any]], named: Set[str]) -> list[_Value]:
-    """Return the globals called `named`."""
+    """Return (path, name, value) of the globals called `named`."""
     values = []
     for path, namespace in files.items():
         for name in sorted(named & namespace.keys()):
@@ -182,7 +183,7 @@ def _is_installed_file(path: str | None) -> bool:
 
 
 def _trainer_objects(module: nn.Module, sets: Collection[str]) -> Iterator[_Value]:
-    """Yield the Trainer's callbacks, data module and datasets.
+    """Yield (place, name, object) of the Trainer's callbacks, data module and datasets.
 
     Threads (a monitor, a loader) may use them during the step. So only those are included that have
     attributes which the step sets or changes.
@@ -212,7 +213,9 @@ def loaders_of(trainer: Any) -> list[Any]:
 
 
 def _closure_and_defaults(function: types.FunctionType) -> Iterator[_Value]:
-    """Yield a function's variables of enclosing functions, and its default arguments."""
+    """Yield (place, name, value) of a function's variables of enclosing functions, each as its cell
+    and as its content, and of its default arguments.
+    """
     for name, cell in user_code.closure_values(function).items():
         place = f"{name} of {function.__qualname__}"
         yield place, name, cell

@@ -36,7 +36,7 @@ class OutsideTensors:
                 self._copies[id(argument)] = argument, argument._version, copy
 
     def restore(self) -> None:
-        """Give the tensors that were written into their former content."""
+        """Give the tensors that were written into their former content, and drop all copies."""
         with _no_modes(), torch.no_grad():
             for tensor, version, copy in self._copies.values():
                 if tensor._version != version:

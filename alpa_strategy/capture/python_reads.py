@@ -77,7 +77,7 @@ MODULE_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_bac
 @contextmanager
 def attribute_reads(module: nn.Module) -> Iterator[Reads]:
     """Collect every attribute that a module, or an object of a user's class, is asked for in the
-    block.
+    block, and environment variables. Open files and libraries' iterators raise CaptureError.
     """
     reads = Reads()
     thread = get_ident()
@@ -355,7 +355,7 @@ class _GlobalGuards:
         self._searched: set[int] = set()
 
     def add_globals(self, function: types.FunctionType) -> None:
-        """Guard the globals that a function names."""
+        """Guard the globals that a function names, and what is inside of them; not `__names__`."""
         namespace = function.__globals__
         module_name = namespace.get("__name__", "")
         names = set(user_code.code_names(function.__code__))
@@ -535,7 +535,7 @@ def counters_for(
     counter: Callable[[Any, str], Any],
     assigned: Container[Place] = (),
 ) -> Iterator[Mapping[Place, Any]]:
-    """Replace the attributes at `places` by counters in the block.
+    """Replace the attributes at `places` by counters in the block; leaves and optimizers' stay.
 
     Args:
         counter: (number, label) -> the counter.
@@ -583,7 +583,7 @@ def freed(guards: Sequence[ValueGuard], places: Sequence[Place]) -> tuple[ValueG
 
 
 def is_same_step(one: StepGraph, other: StepGraph, numbers: Mapping[str, Any]) -> bool:
-    """Whether two captures of a step compute the same, logs and outputs aside.
+    """Whether two captures compute the same, apart from logs, outputs, metrics and attributes.
 
     Args:
         one, other: the captures.

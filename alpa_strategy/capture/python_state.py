@@ -250,7 +250,7 @@ def is_metric(value: object) -> TypeGuard[Metric | MetricCollection]:
 def outermost(
     module: nn.Module, is_wanted: Callable[[nn.Module], bool]
 ) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the submodules of a kind by path, without those inside another one."""
+    """Yield (path, submodule) of those that `is_wanted`, without those inside another one."""
     inside: list[str] = []
     for path, child in module.named_modules():
         if is_wanted(child) and not any(path.startswith(f"{outer}.") for outer in inside):

@@ -252,7 +252,8 @@ _CASTS = (aten.to.dtype, aten._to_copy.default)
 
 
 def segment_fused_linears(step: StepGraph) -> StepGraph:
-    """Return the step with a segmented linear in place of each fused one.
+    """Return the step with a segmented linear in place of each fused one; the same step if it has
+    none.
 
     Linears that share their weight or bias with another op are left as they are.
     """

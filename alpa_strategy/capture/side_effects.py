@@ -228,7 +228,9 @@ def _messages(record: Refusing, namespaces: Iterable[dict[str, Any]]) -> Iterato
     Messages of libraries pass, unless a tensor is in them. So does a warning whose text is a
     constant, which an eager step shows once.
 
-    Args: as of `_streams`.
+    Args:
+        record: is called to refuse.
+        namespaces: globals of the user's code.
     """
     handle = logging.Logger.handle
     warn = warnings.warn
@@ -393,7 +395,9 @@ def _calls(record: Refusing, namespaces: Iterable[dict[str, Any]]) -> Iterator[P
     """Yield patches that refuse calls to clocks, seeds, the environment and the system, under every
     name that the code has for them.
 
-    Args: as of `_streams`.
+    Args:
+        record: is called to refuse.
+        namespaces: globals of the user's code.
     """
 
     def refusing(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -435,7 +439,9 @@ def _dates(record: Refusing, namespaces: Iterable[dict[str, Any]]) -> Iterator[P
     """Yield patches that refuse `datetime.now()` and `date.today()`. The classes are C's, so names
     of them are replaced.
 
-    Args: as of `_streams`.
+    Args:
+        record: is called to refuse.
+        namespaces: globals of the user's code.
     """
     clocks: dict[int, Any] = {}
     for kind, names in (

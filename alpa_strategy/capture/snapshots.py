@@ -235,7 +235,9 @@ def _values_in(value: Any, depth: int = 0) -> Iterator[Any]:
 
 
 def _refill(snapshot: Snapshot) -> None:
-    """Give a container, in place, the items that it had when the snapshot was taken."""
+    """Give a container, in place, the items that it had when the snapshot was taken; an unchanged
+    one is left alone.
+    """
     # Another thread may be reading an unchanged one.
     if snapshot.came() == []:
         return

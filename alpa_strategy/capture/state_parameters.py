@@ -39,7 +39,8 @@ class StateParameters:
             self._frozen.add(parameter.name)
 
     def read(self, view: View) -> None:
-        """Note that an op with a gradient reads a view.
+        """Note that an op with a gradient reads a view; one that is detached, or of a frozen
+        parameter or another tensor, is ignored.
 
         Raises:
             CaptureError: of a parameter that the step has written to.

@@ -89,7 +89,8 @@ class StateInputs:
         self._stand_ins: dict[Place, list[Any]] = {}
 
     def standing_in(self, tensors: Iterator[Tensor]) -> AbstractContextManager[None]:
-        """Return the context in which the attributes have other tensors.
+        """Return the context in which the attributes have other tensors, with which `is_unchanged`
+        compares later.
 
         Args:
             tensors: one for each tensor of the values, in order.

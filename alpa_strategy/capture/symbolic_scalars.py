@@ -54,7 +54,7 @@ class StepCounter:
         """Return the number at capture, and guard it: the graph is valid for this number only.
 
         Raises:
-            CaptureError: it is another number at every step.
+            CaptureError: it is another number at every step (`batch_idx`, `global_step`).
         """
         if self.expression.counters & {"batch_idx", "global_step"}:
             self.refuse()
@@ -203,7 +203,7 @@ for _name, _of in _ONE_SIDED.items():
 
 
 def alike(items: Sequence[Any]) -> list[Any]:
-    """Return numbers and StepCounters, all converted to the type of a tensor of them."""
+    """Return numbers and StepCounters, all converted to float if one is a float, else to int."""
     has_float = any(isinstance(item, float) for item in items)
     kind = float if has_float else int
     converted = []
@@ -316,8 +316,8 @@ def functions_of_counters(
 def _taking_counters(function: Callable[..., Any]) -> Callable[..., Any]:
     """Return a function that does what `function` does, and accepts StepCounters.
 
-    Called with a StepCounter among its positional arguments, it returns a StepCounter of the
-    result. Other calls, and those that `number_of` cannot do, go to `function`.
+    Called with a StepCounter among its positional arguments, and no keyword ones, it returns a
+    StepCounter of the result. Other calls, and those that `number_of` cannot do, go to `function`.
     """
 
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -354,7 +354,8 @@ class TraceNumbers:
         """Trace `call(args, kwargs)` with examples in place of StepCounters.
 
         Returns:
-            Whether all StepCounters became arguments of ops, and the result if they did.
+            Whether all StepCounters became arguments of ops, and the result. (False, None) if
+            nothing is being traced, or the call fails with an error that an argument may cause.
 
         Raises:
             CaptureError: they did not, and the call has written to a tensor already.
@@ -491,7 +492,7 @@ def _schema(node: fx.Node) -> torch._C.FunctionSchema | None:
 
 
 def _named(node: fx.Node) -> dict[str, Any]:
-    """Return the arguments of a node by name."""
+    """Return the arguments of a node by name; only keyword arguments if it has no schema."""
     schema = _schema(node)
     arguments = schema.arguments if schema is not None else ()
     names = [argument.name for argument in arguments]

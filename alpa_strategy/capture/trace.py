@@ -254,7 +254,7 @@ class _Tracing:
         """Run the step on `tensors`, one per input, and return the tensors of its results.
 
         `self.results` gets the structure of the results, `self.reads` the attributes that were
-        read.
+        read. CaptureError if the step changes what it may not.
         """
         module = self.module
         record = self.record
@@ -334,7 +334,8 @@ class _Tracing:
         return pytree.tree_unflatten(leaves, self.batch_spec)
 
     def _arguments(self, batch: Any) -> list[Any]:
-        """Return the arguments of `training_step`.
+        """Return the arguments of `training_step`: the batch, and a counter if it takes
+        `batch_idx`.
 
         They are passed by position, as the Trainer does: users choose their names.
         """
@@ -364,7 +365,9 @@ class _Tracing:
         )
 
     def _read_leaves(self) -> tuple[tuple[int, str], ...]:
-        """Return (index, value as text) of the leaves that the step's Python read."""
+        """Return (index, value as text) of the leaves that the step's Python read, without tensors,
+        changing numbers and leaves of kinds that always enter with their value.
+        """
         read_leaves = []
         for index in sorted(self.read - self.changing.keys()):
             if may_be_unread(self.leaves[index]):
@@ -375,7 +378,7 @@ class _Tracing:
 def _check_added(module: LightningModule, batch: Any, after: Any) -> None:
     """Raise CaptureError if the step adds an item to its batch that a hook reads.
 
-    Hooks get the batch as it was loaded.
+    Hooks get the batch as it was loaded. Only a batch that is a dict is checked.
 
     Args:
         batch, after: the batch before and after the step.

@@ -288,7 +288,8 @@ class TracerMode(TorchFunctionMode):
 
 def _forget_constants(result: Any) -> None:
     """Let make_fx forget the constants of which tensors in `result` are made: they are examples of
-    counters, which `torch.tensor(step / 10).item()` would return.
+    counters, which `torch.tensor(step / 10).item()` would return. Does nothing while nothing is
+    traced.
     """
     proxy_mode = get_proxy_mode()
     if proxy_mode is None:

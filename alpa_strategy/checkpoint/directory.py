@@ -142,7 +142,9 @@ class _Writer(dcp.FileSystemWriter):
         return plan
 
     def write_data(self, plan: SavePlan, planner: Any) -> Any:
-        """Write this rank's shards, and return a future of (result, checksum) of each of them."""
+        """Write this rank's shards, and return a future of (result, checksum) of each of them.
+        `written` gets the names of its files.
+        """
         # A shared file system may show rank 0's folder late.
         self._folder.mkdir(parents=True, exist_ok=True)
         writing = super().write_data(plan, planner)
@@ -160,7 +162,8 @@ class _Writer(dcp.FileSystemWriter):
             return opening.checksum(file, info)
 
     def finish(self, metadata: Metadata, results: list[list[Any]]) -> None:
-        """Complete the directory on rank 0.
+        """Write metadata, everything but shards, and at last the marker, on rank 0; add them to
+        `written`.
 
         Args:
             metadata: of DCP.
@@ -244,7 +247,8 @@ class _DirectoryWriter(_Writer):
             names.unlock(self._folder)
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """On rank 0, make the locked staging folder before anything is written.
+        """On rank 0, make the locked staging folder before anything is written. Unfinished
+        checkpoints beside it without a living writer are deleted.
 
         Raises:
             CheckpointError: the target exists and is no checkpoint.

@@ -45,7 +45,7 @@ class Download:
 
         Args:
             name: of the file.
-            num_bytes: that it must have; None: any number.
+            num_bytes: that it must have when it is downloaded; None: any number.
 
         Raises:
             CheckpointError: it cannot be downloaded, or has another size.

@@ -87,7 +87,8 @@ def check_replaceable(target: Path) -> None:
     """Check that no data is lost when `target` is replaced.
 
     Raises:
-        CheckpointError: `target` is a directory with files that is no checkpoint.
+        CheckpointError: `target` is a directory with files that is no checkpoint, and no link to
+            one.
     """
     if not target.is_dir() or target.is_symlink():
         return

@@ -170,7 +170,8 @@ class LazyEntryGather:
         return sorted({number for number in numbers if number is not None})
 
     def _gathered(self, numbers: list[int], requested: int | None) -> Tensor | None:
-        """Gather entries on all ranks, and return the one that this rank has requested. Collective.
+        """Gather entries on all ranks, and return the one that this rank has requested, or None.
+        Collective.
 
         Args:
             numbers: of the entries, the same on all ranks.

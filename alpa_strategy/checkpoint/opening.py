@@ -84,7 +84,9 @@ def _open_file(path: Path, weights_only: bool | None) -> Any:
 
 
 def _open_directory(folder: Path, weights_only: bool | None, name: str) -> dict[str, Any]:
-    """Open a directory; `name` is the checkpoint's for messages."""
+    """Return the checkpoint in a directory; `name` is for messages. CheckpointError if it is
+    incomplete or damaged.
+    """
     marker = _read_marker(folder)
     check_files(folder, marker.files)
     _check_sums(folder, marker)
@@ -296,7 +298,8 @@ def _read_marker(path: Path) -> _Marker:
 
 
 def _check_sums(path: Path, marker: _Marker) -> None:
-    """Check the files in the directory `path` that are read completely.
+    """Check the files in the directory `path` that are read completely; a marker without checksums
+    passes.
 
     Raises:
         CheckpointError: one has other content than was written.
@@ -315,7 +318,7 @@ def check_files(path: Path, sizes: Mapping[str, int]) -> None:
         sizes: name of a file -> its bytes; -1: any number.
 
     Raises:
-        CheckpointError: one is missing or has another size.
+        CheckpointError: one is missing, has another size, or a name that leads elsewhere.
     """
     for name, size in sizes.items():
         file = path / name
@@ -336,7 +339,8 @@ def place_of(info: _StorageInfo) -> str:
 
 
 def checksum(file: Any, info: _StorageInfo) -> int:
-    """Return the CRC-32 of a range of bytes of an open file.
+    """Return the CRC-32 of a range of bytes of an open file (offset and length of `info`), up to
+    its end if that comes first.
 
     It detects damaged and mixed-up files, not intended changes: the checksums could be changed,
     too.
@@ -402,6 +406,9 @@ def _stored_tensors(
         path: of the directory.
         sums: checksums, by `place_of`.
         fetch: brings the file with a name into the directory; None: all files are there.
+
+    Raises:
+        CheckpointError: as of `read_metadata`.
     """
     reader = RestrictedReader(path, sums)
     metadata = reader.read_metadata()

@@ -58,7 +58,9 @@ def described_state(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _described(tensor: Any) -> _DescribedTensor | _DescribedParts:
-    """Return a tensor's shape and dtype for other ranks; its value if it has no dims."""
+    """Return a tensor's shape and dtype for other ranks; its value if it has no dims. A tensor that
+    wraps others is described by its parts.
+    """
     if is_traceable_wrapper_subclass(tensor):
         names, context = tensor.__tensor_flatten__()
         parts = {name: _described_plain(getattr(tensor, name)) for name in names}
@@ -82,7 +84,8 @@ def converted_state(
     convert: ConvertOwned,
     gather: ConvertOwned,
 ) -> dict[str, Any]:
-    """Return the state with converted tensors, on every rank. Collective.
+    """Return the state with converted tensors, on every rank; other values are the owner's.
+    Collective.
 
     Args:
         parameter: of the module.
@@ -122,8 +125,8 @@ def converted_state(
 
 
 def owner_state_to_write(store: ParameterStore, on_demand: LazyEntryGather) -> ConvertOwned:
-    """Return the function that returns the `LocalShards` of a state tensor: the owner writes all of
-    it.
+    """Return a function (parameter, state tensor, full shape) -> its `LocalShards`: the owner
+    writes all of it, other ranks nothing.
 
     Every rank has to call it for the same tensors in the same order.
 

@@ -215,7 +215,8 @@ def _as_on_rank_zero(
 ) -> dict[str, LocalShards]:
     """Return the shards that this rank writes, of the tensors in rank 0's checkpoint. Collective.
 
-    A hook may have removed entries on one rank only.
+    A hook may have removed entries on one rank only. CheckpointError if one is of an earlier
+    checkpoint.
 
     Args:
         shards: of this rank's checkpoint, by key.
@@ -283,6 +284,7 @@ def _export_to_path(source: str | Path, target: Path, weights_only: bool) -> Pat
 
     Raises:
         CheckpointError: the source cannot be read, or the target cannot be written.
+        FileNotFoundError: there is no source.
     """
     if not is_possible(target) or target.is_dir():
         raise CheckpointError(
@@ -303,7 +305,8 @@ def _export_to_path(source: str | Path, target: Path, weights_only: bool) -> Pat
 def _mapped_tensors(checkpoint: Any, folder: Path) -> Any:
     """Return the checkpoint with its stored tensors in memory-mapped files of `folder`.
 
-    The files have no names any more; their space is freed with the tensors.
+    The files have no names any more; their space is freed with the tensors. CheckpointError if a
+    stored tensor is damaged.
     """
     mapped_tensors: dict[str, Tensor] = {}
 

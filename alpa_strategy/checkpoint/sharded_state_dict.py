@@ -80,7 +80,7 @@ def _entry(
     tensor: Tensor,
     is_value: bool,
 ) -> Entry:
-    """Add an entry for a tensor that is laid out as `parameter`.
+    """Add an entry for a tensor that is laid out as `parameter` to `on_demand`, and return it.
 
     Args:
         store: of the parameters.
@@ -184,6 +184,7 @@ def restore_state(
     optimizer: Optimizer, stored: Mapping[int, Mapping[str, Any]], store: ParameterStore
 ) -> None:
     """Read this rank's shards of the optimizer's state; the optimizer's groups stay as they are.
+    State that is not in `stored` is dropped.
 
     Args:
         optimizer: of the sharded parameters.
@@ -409,7 +410,7 @@ def _full_states(
 
 def _described(value: Any, parameter: nn.Parameter) -> _StateValue:
     """Return the description of a value of the optimizer's state for rank 0: shape and dtype, but
-    the value itself if it is a number.
+    the value itself if it has no dims or is no tensor.
 
     Args:
         parameter: whose state it is.

@@ -241,10 +241,10 @@ class StoredTensor(_Elsewhere):
         return self._in_memory
 
     def fill(self, chunks: Sequence[Chunk]) -> None:
-        """Read the chunks' boxes into their tensors.
+        """Read the chunks' boxes into their tensors; from memory if the tensor was loaded.
 
         Raises:
-            CheckpointError: the file is damaged.
+            CheckpointError: the file is damaged; `failure` keeps it.
         """
         if self._in_memory is not None:
             # A hook may have changed it.
@@ -276,7 +276,9 @@ class StoredTensor(_Elsewhere):
 
 @torch.no_grad()
 def read_chunks(source: Tensor, chunks: Sequence[Chunk]) -> None:
-    """Read the chunks' boxes of `source` into their tensors, whatever their dtype and device."""
+    """Read the chunks' boxes of `source` into their tensors, whatever their dtype and device.
+    CheckpointError if a file on disk is damaged.
+    """
     if isinstance(source, StoredTensor):
         source.fill(chunks)
         return

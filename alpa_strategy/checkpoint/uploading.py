@@ -38,7 +38,8 @@ def upload_directory(
     group: Any,
     staging_root: Path,
 ) -> None:
-    """Write a sharded checkpoint to a URL. Collective over `group`.
+    """Write a sharded checkpoint to a URL. Collective over `group`. Shards of older checkpoints
+    there are removed.
 
     Args:
         url: of the checkpoint.
@@ -74,7 +75,8 @@ def upload_directory(
 def upload_file(
     url: str, write: Callable[[Path], None] | None, group: Any, staging_root: Path
 ) -> None:
-    """Let rank 0 write an ordinary checkpoint to a URL. Collective over `group`.
+    """Let rank 0 write an ordinary checkpoint to a URL. Collective over `group`. Shards of older
+    checkpoints there are removed.
 
     Args:
         url: of the checkpoint.
@@ -183,7 +185,7 @@ def _remove_shards(url: str, current: str | None) -> None:
 
     Args:
         url: of the checkpoint.
-        current: name of the folder that stays.
+        current: name of the folder that stays; None: none does.
     """
     parent, name = urls.parent_and_name(url)
     for folder_name in urls.names(f"{parent}/{SHARDS}"):
@@ -197,7 +199,9 @@ def _remove_shards(url: str, current: str | None) -> None:
 
 @contextmanager
 def _staged(folder: Path) -> Iterator[Path]:
-    """Context with a local folder, which is deleted at the end; after an error it stays."""
+    """Context with a local folder, which is deleted at the end; after an error it stays. Without
+    one, abandoned folders beside it are deleted.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     lock = locked(folder, is_shared=True)
     try:
@@ -211,7 +215,9 @@ def _staged(folder: Path) -> Iterator[Path]:
 
 
 def _delete_abandoned(root: Path) -> None:
-    """Delete staged files of jobs that have ended, now that a newer checkpoint is uploaded."""
+    """Delete staged files older than `_ABANDONED_SECONDS` that no job has locked, now that a newer
+    checkpoint is uploaded.
+    """
     for folder in root.iterdir():
         try:
             age_seconds = time.time() - folder.stat().st_mtime

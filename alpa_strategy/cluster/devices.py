@@ -48,7 +48,8 @@ class DeviceSpec:
 
     def efficiency_of(self, kind: str, dtype: str) -> float:
         """Return the share of `dtype`'s peak that large ops of a kind (`PRODUCT_KINDS`) reach;
-        `efficiency` if there is no figure for the two.
+        `efficiency` if there is no figure for the two. attention_backward without any has
+        attention's.
         """
         by_kind = dict(self.efficiencies)
         if kind == "attention_backward" and kind not in by_kind:

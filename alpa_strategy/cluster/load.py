@@ -23,10 +23,10 @@ def read_cluster_yaml(
 
     Args:
         path: of the file, or the name of one that the package has.
-        overrides: dotted field -> value.
+        overrides: dotted field -> value; a text is read as YAML.
 
     Raises:
-        ClusterError: no such file, or not a YAML mapping.
+        ClusterError: no such file, one that cannot be read, or not a YAML mapping.
     """
     file = find_named(path, CLUSTERS)
     if file is None:

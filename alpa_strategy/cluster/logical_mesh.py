@@ -113,8 +113,9 @@ def volume_factor(kind: str, size: int) -> float:
 def interpolate_seconds(points: Sequence[tuple[int, float]], num_bytes: float) -> float:
     """Read a measured table at `num_bytes`.
 
-    Piecewise linear inside, linear beyond its end, never decreasing. Below the first point its time
-    holds: that is latency.
+    Piecewise linear inside, never decreasing. Beyond its end as between the last two points, or in
+    proportion to the bytes if these do not rise. Below the first point its time holds: that is
+    latency.
 
     Args:
         points: (bytes, seconds), bytes ascending.
@@ -130,7 +131,8 @@ def interpolate_seconds(points: Sequence[tuple[int, float]], num_bytes: float) -
 
 
 def without_outliers(points: Sequence[tuple[int, float]]) -> tuple[tuple[int, float], ...]:
-    """Lower measured seconds to what noise, which only ever adds time, does not explain.
+    """Return the points, with seconds lowered to what noise, which only ever adds time, does not
+    explain.
 
     A message costs no more than a larger one. It costs at most 1.5 times as much as sending it in
     pieces of the next smaller size would (1.5, since caches favour small messages).

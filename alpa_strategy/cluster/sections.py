@@ -26,7 +26,9 @@ EXPECTED_ORDER = "searched, numbered, or a list of all ranks"
 
 
 def read_device(fields: Fields, nominal: dict[str, Any] | None) -> DeviceSpec:
-    """Read the section `device`; `nominal` is used if there is none."""
+    """Read the section `device`; `nominal` is used if there is none. ClusterError if a field is
+    missing or wrong.
+    """
     device = fields.section(
         "device", DEVICE_FIELDS, f"a section with {', '.join(DEVICE_FIELDS)}", nominal
     )

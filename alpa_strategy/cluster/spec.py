@@ -228,11 +228,12 @@ class ClusterSpec:
         return [cluster for cluster, _ in best]
 
     def _offers(self) -> "_Offers":
-        """Axis sizes and rates of the meshes of each submesh size, in every logical shape.
+        """Return (nodes, devices per node) of each submesh size -> axis sizes and rates of its
+        meshes, one array (`_offer`) for every logical shape.
 
         Under (0, size): the link between neighbouring meshes of `size` devices, as an axis whose
-        latency is that of all messages one after the other, and whose exchange rate is the
-        slowest link's.
+        latency is that of all messages one after the other, and whose exchange rate is the slowest
+        link's; no entry if there are no neighbours.
         """
         submeshes = []
         for num_devices in range(2, self.devices_per_node + 1):
@@ -277,7 +278,8 @@ class ClusterSpec:
             submesh: (nodes, devices per node); None: the full cluster.
 
         Raises:
-            ClusterError: `shape` does not have the submesh's number of devices.
+            ClusterError: `shape` does not have the submesh's number of devices, or the cluster has
+                no such submesh.
         """
         shape = tuple(shape)
         num_nodes, per_node = self._submesh(submesh)
@@ -438,7 +440,8 @@ _Offers = dict[tuple[int, int], list[np.ndarray]]
 
 
 def _offer(*axes: tuple[int, Link, float]) -> np.ndarray:
-    """Describe a mesh of axes (size, link, exchange rate) as numbers [axes, 5].
+    """Describe a mesh of axes (size, link, exchange rate) as sorted rows [axes, 5]: size,
+    bandwidth, -latency, exchange rate, -size.
 
     A larger number is a better one, apart from sizes: these are there with both signs, so that an
     axis of another size is never better.

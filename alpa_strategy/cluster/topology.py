@@ -221,7 +221,9 @@ class Topology:
         self._split_halves: dict[Order, tuple[tuple[float, ...], Order]] = {}
 
     def way(self, groups: Sequence[Order]) -> GroupLink:
-        """Return the link of groups that communicate at the same time: the slowest group's."""
+        """Return the link of groups that communicate at the same time: the slowest group's. Groups
+        of one device have infinite rates.
+        """
         in_nodes: list[Order] = []
         for group in groups:
             in_nodes += self._by_node(group)
@@ -366,7 +368,8 @@ class Topology:
         return (tuple(sorted(members)) for members in by_node.values())
 
     def _reach(self, members: Order) -> float:
-        """Return the bytes/s of a ring that is as fast as the best gather among devices of a node.
+        """Return the bytes/s of a ring that is as fast as the best gather among devices of a node;
+        of one device, or without links, the node's bandwidth.
 
         A set S of devices must send the data of its |S| members to the others over the links that
         leave it. There are trees that reach the slowest set's rate (Edmonds; ForestColl,

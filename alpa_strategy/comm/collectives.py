@@ -46,8 +46,11 @@ def broadcast_object(value: Any) -> Any:
 def on_all_ranks(
     work: Callable[[], T], summary: Callable[[T], Any], group: Any = None
 ) -> tuple[T, list[Any]]:
-    """Run `work` on every rank; an AlpaError on any rank is raised on all, any other error only
-    where it occurs. Collective.
+    """Run `work` on every rank; an AlpaError on any rank is raised on all (the lowest rank's), any
+    other error only where it occurs. Collective.
+
+    Args:
+        group: of the ranks; None: all.
 
     Returns:
         This rank's result, and `summary(result)` (small, picklable) of every rank.
@@ -234,7 +237,7 @@ def all_reduce_max(numbers: Sequence[int], group: Any = None) -> list[int]:
 
 
 def _consensus_group(group: Any) -> Any:
-    """The fastest group in which the hosts of `group` reach consensus on a few numbers.
+    """Return the fastest group in which the hosts of `group` reach consensus on a few numbers.
 
     Every training step does so several times. Collective at its first call.
     """
@@ -265,6 +268,10 @@ def broadcast_tensors(tensors: Iterable[torch.Tensor], source: int = 0, group: A
     """Copy rank `source`'s values to every rank's tensors in place, as DDP does. Collective.
 
     Meta tensors are left out.
+
+    Args:
+        source: rank within `group`.
+        group: of the ranks; None: all.
     """
     with_memory = [tensor.detach() for tensor in tensors if not tensor.is_meta]
     if world_size(group) > 1 and with_memory:
@@ -316,7 +323,7 @@ class Background:
         return self._last
 
     def wait(self, timeout_seconds: float | None = None) -> None:
-        """Return when no job is running, or at the timeout; raise the error of a failed job."""
+        """Return when no job is running, or at the timeout; raise a failed job's error, once."""
         if self._last is not None:
             self._last.join(timeout_seconds)
         error = self._error

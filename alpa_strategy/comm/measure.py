@@ -247,7 +247,9 @@ class _AgreedClock:
         self._made = time.perf_counter()
 
     def time(self, run: Callable[[], object]) -> float:
-        """Return the seconds of one run. Collective; all ranks start it at the same time."""
+        """Return the seconds of one run, the slowest rank's, and update `elapsed`. Collective; all
+        ranks start it at the same time.
+        """
         _agreed_max(self.mesh, [0.0], self.device)
         started = time.perf_counter()
         run()
@@ -303,8 +305,8 @@ def measure_slowdown(mesh: MeshComm, device: torch.device = CPU, seconds: float 
 
 
 def _agreed_device(mesh: MeshComm, spec: DeviceSpec, device: torch.device) -> DeviceSpec:
-    """Return a device that is in every figure the weakest of the ranks' devices: all ranks wait for
-    it. Collective.
+    """Return this rank's device with the weakest memory, memory bandwidth, peaks and launch time of
+    any rank's: all ranks wait for it. Collective.
 
     Args:
         spec: of this rank's device.

@@ -127,7 +127,7 @@ class AxisComm:
     def start_all_gather(
         self, tensor: Tensor, dim: int, total: int, at_once: bool = False
     ) -> Pending:
-        """Launch `all_gather`; its `Pending` gives the joined tensor.
+        """Launch `all_gather` for a `Pending` joined tensor; RuntimeMismatchError at a wrong size.
 
         Args:
             dim: along which the chunks are joined.
@@ -444,8 +444,8 @@ def build_stage_meshes(
     Collective over the job, or the replica of `group`: every rank passes the same list.
 
     Args:
-        meshes: (shape, ranks) of each; stages may share ranks.
-        backend, own_groups, group: as for `build_mesh`.
+        meshes: (shape, ranks) of each; stages may share ranks. Equal ones are one mesh.
+        backend, own_groups, group: as for `build_mesh`; OptionError as of `select_backend`.
     """
     is_nccl = dist.is_initialized() and dist.get_backend() == "nccl"
     library = select_backend(backend, "cuda" if is_nccl else "cpu")

@@ -194,7 +194,7 @@ class Transfer:
         return ops
 
     def receive(self, tag: int, start: bool = True) -> "Receipt":
-        """Post the receives of this rank's pieces of one bundle.
+        """Return the receives of this rank's pieces of one bundle, whose messages have `tag`.
 
         Args:
             start: whether they are launched; if not, the caller launches `Receipt.ops`.
@@ -330,7 +330,7 @@ def _pack(slots: list[_Slot], pieces: list[Tensor]) -> Tensor:
 
 
 def _within(box: Box, outer: Box) -> tuple[slice, ...]:
-    """`box` as slices of a tensor that stores `outer`."""
+    """Return `box` as slices of a tensor that stores `outer`."""
     slices = []
     for (start, stop), (first, _) in zip(box, outer, strict=True):
         slices.append(slice(start - first, stop - first))

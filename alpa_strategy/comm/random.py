@@ -135,8 +135,8 @@ class ShardedRandom:
 
 
 def _generators(args: tuple[Any, ...]) -> list[torch.Generator]:
-    """Default generators that an op on `args` may draw from: its device's, or all in use when no
-    tensor says which.
+    """Return the default generators that an op on `args` may draw from: its device's, or all in use
+    when no tensor says which.
     """
     for arg in args:
         if isinstance(arg, Tensor):

@@ -288,7 +288,9 @@ class Entrance(torch.autograd.Function):
 
 
 def _entrance_of(tensor: Tensor) -> Any:
-    """The `Entrance` node of the parameter of which `tensor` is a cast or view; None for others."""
+    """Return the `Entrance` node of the parameter of which `tensor` is a cast or view; None for
+    others.
+    """
     node: Any = tensor.grad_fn
     while node is not None and type(node).__name__ in (
         "ToCopyBackward0",

@@ -96,7 +96,9 @@ class _GatheredParameter:
         return full
 
     def _prefetch(self) -> None:
-        """Launch the gathers that the backward needs next: it takes the uses in reverse order."""
+        """Launch the gathers that the backward needs next: it takes the uses in reverse order. They
+        have at most `prefetched_bytes`.
+        """
         other = self.before
         remaining_bytes = self.prefetched_bytes
         while other is not None:

@@ -78,10 +78,10 @@ class Entry:
 
 def run(arguments: argparse.Namespace) -> int:
     """Plan every combination of `alpa compare`, print them with time, memory and cost, and return
-    the exit code.
+    0.
 
     Raises:
-        OptionError: there are not as many prices as clusters.
+        OptionError: the argument is no recipe, or there are not as many prices as clusters.
     """
     check_is_recipe(arguments.recipe)
     prices = arguments.prices or []
@@ -97,7 +97,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _entries(arguments: argparse.Namespace, prices: Sequence[float]) -> Iterator[Entry]:
     """Plan the recipe for each cluster and each kind of parallelism, and yield the entries one by
-    one.
+    one; without a plan where a PlanError says that none fits. Other AlpaErrors are raised.
 
     Args:
         arguments: the parsed command line.

@@ -20,7 +20,11 @@ def add_arguments(diff: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print what differs between two plans, write their page if it is requested, and return 0."""
+    """Print what differs between two plans, write their page if it is requested, and return 0.
+
+    Raises:
+        AlpaError: a plan cannot be read, or the page cannot be written.
+    """
     paths = arguments.before, arguments.after
     plans = [Plan.load(path) for path in paths]
     names = _names(*paths)

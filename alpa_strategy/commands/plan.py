@@ -105,7 +105,10 @@ def _add_search_arguments(plan: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Plan the recipe, or a model by its name, print the plan, store it with its page if a file is
-    given, and return 0.
+    given, and return 0. An output that cannot be written is an OptionError before the planning.
+
+    Raises:
+        AlpaError: an argument is wrong, the step cannot be captured, or nothing fits.
     """
     from alpa_strategy.page.stored import store_plan
 
@@ -209,6 +212,9 @@ def _planned(
     Args:
         arguments: of `alpa plan`: recipe, search, plan to stay close to.
         results: stores partial results.
+
+    Raises:
+        AlpaError: the recipe, search or plan cannot be used, or nothing fits.
     """
     from alpa_strategy.planner.planner import plan_captured
 

@@ -124,7 +124,8 @@ def check_plannable(recipe: Recipe) -> None:
 
 
 def plan_options(recipe: Recipe) -> PlanOptions:
-    """Return the recipe's strategy options that plans depend on.
+    """Return the recipe's strategy options that plans depend on, and the Trainer's
+    `accumulate_grad_batches`.
 
     Raises:
         OptionError: an option has a value that it cannot have.
@@ -212,7 +213,8 @@ def precision_name(recipe: Recipe) -> str:
 
 
 def precision_plugin(recipe: Recipe) -> Precision:
-    """Return the Trainer's plugin for the recipe's precision.
+    """Return the Trainer's plugin for the recipe's precision, with master weights if its strategy
+    has them.
 
     Its autocast is that of the CPU, on which steps are captured for any cluster.
 

@@ -63,7 +63,9 @@ def run(arguments: argparse.Namespace) -> int:
 
 @contextmanager
 def _with_details(plan_path: str) -> Iterator[Path]:
-    """Context with the path of a plan file, beside which its details are, if there are any."""
+    """Context with the path of a plan file, beside which its details are, if there are any. For a
+    URL it is in a temporary folder, with the details alone; OSError if these cannot be read.
+    """
     if not is_url(plan_path):
         yield Path(plan_path)
         return

@@ -140,7 +140,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _planner(origin: Origin, progress: Progress) -> Callable[[Variation], Planning]:
     """Return a function: variation -> (its task, a function that plans it). Captured steps are
-    shared between variations.
+    shared between variations. Both functions raise AlpaErrors.
     """
     from alpa_strategy.fit.variation import CapturedRequests
     from alpa_strategy.planner.planner import plan_captured
@@ -205,6 +205,7 @@ def _varied(origin: Origin, base: Variation, changes: Sequence[str], label: str)
 
     Raises:
         OptionError: a change is not of the form KEY=VALUE, or `2x` of what is no number.
+        ClusterError: the cluster file cannot be read.
     """
     to_cluster = dict(base.to_cluster)
     overrides = list(base.overrides)
@@ -390,8 +391,8 @@ def _unchanged_cell(unchanged: UnchangedPlan) -> Text:
 
 
 def _reasons(before: Plan, after: Plan, unchanged: UnchangedPlan) -> list[str]:
-    """Return sentences: the seconds of the unchanged plan, how many the new plan saves, and what
-    limits that.
+    """Return sentences: the seconds of the unchanged plan and how many the new one saves, or why it
+    cannot be used; the stages of both if they differ; what limits the new one.
 
     Args:
         before: the unchanged plan.

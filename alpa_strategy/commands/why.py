@@ -29,7 +29,10 @@ def add_arguments(why: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Explain a layout for `alpa why`, print the answer, add it to the details and the page that
-    are stored beside the plan, and return the exit code.
+    are stored beside the plan, and return 0.
+
+    Raises:
+        AlpaError: the plan cannot be read, or has nothing of this name.
     """
     from alpa_strategy.commands.origin import stored_plan
     from alpa_strategy.loading import rare_collections

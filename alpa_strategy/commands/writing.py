@@ -11,10 +11,10 @@ from alpa_strategy.files import is_possible
 
 @contextmanager
 def writing(path: str) -> Iterator[Path]:
-    """Context that writes a file at the user's `path`.
+    """Context whose block writes a file at the user's `path`, which is yielded.
 
     Raises:
-        OptionError: the file cannot be written.
+        OptionError: `path` is a directory or impossible, or the block raises an OSError.
     """
     try:
         if not is_possible(Path(path)) or Path(path).is_dir():

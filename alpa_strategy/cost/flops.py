@@ -297,7 +297,7 @@ def _attention(call: OpCall) -> float:
 
 
 def _einsum(call: OpCall) -> float:
-    """FLOPs of an einsum as one loop over all indices.
+    """Return the FLOPs of an einsum as one loop over all indices: 2 for each combination.
 
     Exact for two operands, an upper bound of the best order for more.
     """
@@ -311,7 +311,7 @@ def _einsum(call: OpCall) -> float:
 
 
 def _grouped(call: OpCall) -> float:
-    """FLOPs of matmuls of groups of rows, each with a matrix of its own.
+    """Return the FLOPs of matmuls of groups of rows, each with a matrix of its own.
 
     A device that stores some of the groups is assumed to compute the same share of the rows.
     """

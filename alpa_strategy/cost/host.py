@@ -172,7 +172,9 @@ def with_host(predicted: Predicted, host: float, loop: float, device: DeviceSpec
 
 
 def plan_with_host(plan: Plan, host: float, loop: float, device: DeviceSpec) -> Plan:
-    """Return the plan with the host's time added, to its baselines as well; see `with_host`."""
+    """Return the plan with the host's time added, to its baselines as well; `host` and `loop` are
+    seconds of a step, as of `with_host`.
+    """
     baselines: dict[str, float | None] = {}
     for name, seconds in plan.baselines.items():
         baselines[name] = None
@@ -188,7 +190,8 @@ def optimizer_host_seconds(
 ) -> float:
     """Return the seconds of the optimizer's Python; the bytes that it moves are not included.
 
-    On accelerators a few kernels update all parameters together.
+    On accelerators a few kernels update all parameters together. On CPUs each takes its own, all
+    times the device's slowdown.
     """
     if not device.is_cpu:
         return optimizer.step_seconds

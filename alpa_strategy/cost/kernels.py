@@ -106,7 +106,8 @@ class _KernelRecorder(TorchDispatchMode):
         return key
 
     def kernels(self, results: list[Tensor]) -> Kernels:
-        """Return the recorded kernels and the bytes that they read and write.
+        """Return the recorded kernels, after setting their `fused` and `fused_bytes`: the work of
+        all but products if these are fused, and the bytes of results that stay inside.
 
         Args:
             results: of the op, which are written to memory.

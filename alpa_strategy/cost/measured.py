@@ -113,7 +113,9 @@ class OpTable:
         return table
 
     def save(self) -> None:
-        """Write the table to its path, atomically, with what other jobs have added there."""
+        """Write the table to its path, atomically, with what other jobs have added there. Does
+        nothing without a path.
+        """
         if self.path is None:
             return
         if self.path.exists():
@@ -258,7 +260,8 @@ def time_call(
 ) -> tuple[float, float]:
     """Measure (forward, backward) seconds of one call on random data.
 
-    One run of each if that takes longer than the budget. Errors of the op are passed on.
+    One run of each if that takes longer than the budget. Errors of the op are passed on. Backward
+    is 0 if nothing requires grad.
     """
     device = torch.device(device)
     call = call.on(device)
@@ -303,7 +306,7 @@ def measure_device(
 ) -> DeviceSpec:
     """Measure this device: matmuls per dtype, memory bandwidth, launch of an op, memory.
 
-    Peaks are those that matmuls reach, so `efficiency` is 1.
+    Peaks are those that matmuls reach, so `efficiency` is 1. Dtypes without a matmul are left out.
 
     Args:
         local_ranks: of the job on this host, which share a CPU's memory.
@@ -421,7 +424,8 @@ def _best_seconds(
 def _seconds(
     fn: Callable[[], object], device: torch.device, repetitions: int, lead: float = 0.0
 ) -> float:
-    """Seconds of `repetitions` calls together.
+    """Return the seconds of `repetitions` calls together; of a CPU with one thread, its time on a
+    core.
 
     A GPU is kept busy for `lead` seconds a call first. The host may need longer to launch a kernel
     than the kernel runs; then it is ahead, as in a step that has long kernels as well.

@@ -94,7 +94,8 @@ class RooflineCosts:
         return f"{type(self).__qualname__} of {self.device.name}{suffix}"
 
     def op_seconds(self, call: OpCall) -> tuple[float, float]:
-        """Return (forward, backward) seconds of `call` at its local shapes.
+        """Return (forward, backward) seconds of `call` at its local shapes, times the device's
+        slowdown.
 
         Backward is 0 when nothing requires grad.
         """
@@ -106,7 +107,9 @@ class RooflineCosts:
         return self._seconds[call]
 
     def saved(self, call: OpCall) -> Saved:
-        """Return the tensors of `call` that autograd saves, read off a run on fake tensors."""
+        """Return the tensors of `call` that autograd saves, read off a run on fake tensors; if
+        compiled, with the temporary bytes of fused kernels.
+        """
         if call not in self._saved:
             saved = find_saved(call, on_accelerator=not self.device.is_cpu, compiled=self.compiled)
             kernels = self._kernels_of(call) if self.compiled else None
@@ -190,7 +193,7 @@ class RooflineCosts:
 
     def _correction(self, call: OpCall, seconds: float) -> tuple[float, float]:
         """Return the (forward, backward) ratios measured/roofline expected of a call that was not
-        measured itself; (1, 1) if none of its family was measured.
+        measured itself; (1, 1) if none of its family was measured, or `seconds` is 0.
 
         A mean over measured calls of its family. Those whose shapes are most similar count most:
         the shards of an op run as the full op does, while another op of its size may reach a third
@@ -219,7 +222,7 @@ class RooflineCosts:
     def _measured_calls(self, family: str, rate: float) -> list["_MeasuredCall"]:
         """Return how the table's calls of `family` compare with their roofline.
 
-        Calls without a forward are left out.
+        Ratios are logarithms, 0 without a backward. Calls without a forward are left out.
 
         Args:
             rate: FLOP/s that the roofline assumes.
@@ -264,7 +267,9 @@ class _MeasuredCall:
     def of(key: str, size: float, forward: float = 0.0, backward: float = 0.0) -> "_MeasuredCall":
         """Return the call whose shapes and arguments are those of `key`, as `call_key` writes it.
 
-        For the other arguments see the fields.
+        Args:
+            size: logarithm of its roofline's seconds.
+            forward, backward: logarithms of measured / roofline.
         """
         shapes, arguments = key.split(" (", 1)
         ranks = []
@@ -279,7 +284,7 @@ class _MeasuredCall:
     def distance(self, other: "_MeasuredCall") -> float:
         """Return how many factors of e are between the two, all dims together.
 
-        Other arguments count as one factor.
+        Other arguments count as one factor, operands of other ranks as `OTHER_RANKS`, sizes little.
         """
         apart = NEAR * abs(self.size - other.size) + (self.arguments != other.arguments)
         if self.ranks != other.ranks:

@@ -54,7 +54,7 @@ def rated_dtype(device: DeviceSpec, name: str) -> str:
 def peak_flops(device: DeviceSpec, dtype: torch.dtype) -> float:
     """Return the FLOP/s of `device` for operands of `dtype`.
 
-    Half the float32 peak for float64, if `device` names none for that.
+    A dtype that `device` does not name has those of `rated_dtype`, float64 half of float32's.
     """
     name = dtype_name(dtype)
     rated = rated_dtype(device, name)

@@ -224,7 +224,8 @@ def _can_fuse(kernel: torch._ops.OpOverload) -> bool:
 def _saved_if_fused(
     saved: list[Tensor], ends: list[Tensor], metas: Iterable[TensorMeta]
 ) -> list[Tensor]:
-    """Those of `saved` that a fused op saves: its ends, and tensors smaller than the largest of it.
+    """Return those of `saved` that a fused op saves: its ends, and tensors smaller than the largest
+    of it.
 
     Args:
         ends: the op's operands and results.
@@ -265,7 +266,8 @@ class LiveStorages(TorchDispatchMode):
         return out
 
     def peak_bytes(self, around: set[int], first: int = 0, end: int | None = None) -> int:
-        """Return the most bytes alive at once after the kernels `first` to `end`.
+        """Return the most bytes alive at once after the kernels `first` to `end` - 1 (None: to the
+        last); 0 without any.
 
         Storages in `around` are not counted.
         """
@@ -307,7 +309,8 @@ def differentiated(
     """Run the backward of `results` under `watch`.
 
     Returns:
-        (gradients of the results that require grad, gradients that the operands get).
+        (uninitialised gradients of the results that require grad, gradients that the operands get,
+        those that get none left out). [] for the latter if nothing requires grad.
     """
     outputs = [result for result in results if result.requires_grad]
     inputs = [operand for operand in operands if operand.requires_grad]

@@ -96,7 +96,8 @@ def _pins_of_waiting(plan: Plan) -> list[str]:
 
 
 def _advice_on_idle_devices(plan: Plan, idle: Sequence[float], mean: float) -> str:
-    """Return a text of a change that would shorten the time in which devices are idle.
+    """Return a text of a change that would shorten the time in which devices are idle, or that none
+    is known.
 
     Args:
         plan: a pipeline.
@@ -165,8 +166,8 @@ def _half_precision(plan: Plan) -> list[Change]:
 def _larger_batch(
     plan: Plan, memory_limit: float | None, schedule: ScheduleTimeline | None
 ) -> list[Change]:
-    """Return a batch twice as large, or twice as many accumulated ones if it does not fit: what
-    takes time once per step is shared by more samples.
+    """Return two changes: twice as many accumulated batches, and a batch twice as large (a change
+    of the cluster if it does not fit). More samples share what takes time once per step.
 
     Args:
         plan: the plan.

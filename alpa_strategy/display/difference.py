@@ -129,7 +129,9 @@ def stages_text(plan: Plan) -> str:
 
 
 def _recomputed(plan: Plan) -> str:
-    """Return a text with the numbers of stages and ops that a plan recomputes in the backward."""
+    """Return a text with the numbers of stages and ops that a plan recomputes in the backward:
+    `all`, `2 stages, 3 ops`, `nothing`.
+    """
     num_stages = sum(stage.remat for stage in plan.stages)
     num_ops = sum(len(stage.recomputed) for stage in plan.stages)
     words = []

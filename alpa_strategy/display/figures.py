@@ -37,7 +37,13 @@ def opening(
     max_findings: int | None = None,
 ) -> list[RenderableType]:
     """Return the first sections of a plan's display: the phases of an iteration, the headline, and
-    its figures. Args: as of `figures_table`.
+    its figures.
+
+    Args:
+        plan: to show.
+        memory_limit: bytes per device; None: that of the plan's figures.
+        process_bytes: of host memory that the process takes in addition to the plan's tensors.
+        max_findings: sentences on what limits the step; None: all.
     """
     sections: list[RenderableType] = []
     if plan.phases:
@@ -67,7 +73,8 @@ def figures_table(
     process_bytes: int = 0,
     max_findings: int | None = None,
 ) -> Table:
-    """Return a row for each figure of a plan.
+    """Return a row for each figure of a plan. An eager one has memory, baselines and a warning
+    alone.
 
     Args:
         plan: to show.

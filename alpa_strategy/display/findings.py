@@ -99,7 +99,7 @@ def _largest_collective(plan: Plan) -> str:
 
 def slow_boundaries(plan: Plan) -> list[tuple[float, int]]:
     """Return seconds of a message each way and the index of the stage before it, of each boundary
-    that is slow.
+    that is slow: `SLOW_BOUNDARY` of the stage's forward or more.
     """
     slow = []
     for index, stage in enumerate(plan.stages[:-1]):

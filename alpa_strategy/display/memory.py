@@ -14,7 +14,9 @@ _HEADINGS = {"gradients": "grads"}
 
 
 def parts_text(parts: Mapping[str, int]) -> str:
-    """Return the parts that are not 0 in words: `weights 1.00 GiB, gradients 1.00 GiB`."""
+    """Return the parts that are not 0 in words: `weights 1.00 GiB, gradients 1.00 GiB`; empty if
+    all are 0.
+    """
     words = []
     for name, num_bytes in parts.items():
         if num_bytes > 0:

@@ -93,7 +93,9 @@ def op_table(rows: Sequence[OpRow]) -> RenderableType:
 
 
 def op_data(rows: Sequence[OpRow]) -> list[dict[str, Any]]:
-    """Return the ops as plain data for JSON."""
+    """Return the ops as plain data for JSON, with `proved`: some shardings were, and none was
+    wrong.
+    """
     data = []
     for row in rows:
         is_proved = bool(row.num_proved) and not row.wrong

@@ -97,7 +97,9 @@ class SlowOps:
 
 
 def slowest_ops(plan: Plan, details: PlanDetails) -> list[SlowOps]:
-    """Return the ops of the busiest devices that take most of a step, the slowest first."""
+    """Return the ops of the busiest devices that take most of a step, the slowest first: at most
+    `MAX_ROWS`, added up by module, op and source line.
+    """
     by_line: dict[tuple[str, str, str], list[float]] = {}
     for index in busiest_stages(plan):
         clock = StepClock.of(plan, plan.stages[index])

@@ -190,7 +190,7 @@ def seconds_legend(parts: Mapping[str, float]) -> Text:
 
 
 def seconds_bar(parts: Mapping[str, float]) -> Text:
-    """Return a bar with a piece for each part of a step, by name in `PART_STYLES` its seconds."""
+    """Return a bar with a piece for each part of a step, by name in `PART_STYLES`; not for none."""
     # In units of the largest one no sum overflows, whatever numbers a file has.
     largest = max(parts.values())
     total = sum(seconds / largest for seconds in parts.values())
@@ -472,8 +472,8 @@ def index_ranges(indices: Iterable[int]) -> str:
 
 
 def equal_stages(plan: Plan) -> list[list[int]]:
-    """Return groups of stages, by index, whose parameters and collectives are the same up to the
-    numbers in names.
+    """Return groups of stages, by index, whose meshes, recompute, parameters and collectives are
+    the same up to the numbers in names.
     """
     stages_of_key: dict[tuple, list[int]] = {}
     for index, stage in enumerate(plan.stages):

@@ -41,7 +41,7 @@ def modules_to_checkpoint(
     Args:
         root: the module that is trained; names are relative to it.
         remat: patterns of module names. True and None select the items of lists of modules, and the
-            items of inner lists instead of those that contain them.
+            items of inner lists instead of those that contain them; None may select nothing.
 
     Raises:
         OptionError: a pattern matches no module, or True finds no list with items to recompute.
@@ -327,7 +327,8 @@ class ActivationBudget:
         return total
 
     def learn(self, name: str, output: Any, arguments: Iterable[Any]) -> Any:
-        """Measure the bytes saved in a module that is not recomputed, and return its `output`.
+        """Measure the bytes saved in a module that is not recomputed, and return its `output`. Only
+        the first module of each kind is measured, and none that changes its inputs in place.
 
         Args:
             name: of the module.

@@ -68,7 +68,9 @@ class DeferredInit(ModuleInit):
 
     @override
     def begin(self, device: torch.device) -> None:
-        """Start to record the ops that build a module; `device`: this rank's."""
+        """Start to record the ops that build a module; `device`: this rank's. Does nothing while it
+        records.
+        """
         if self._recorder is not None:
             return
 
@@ -90,7 +92,9 @@ class DeferredInit(ModuleInit):
 
     @override
     def before_loading(self, module: nn.Module, state_dict: Mapping[str, Tensor]) -> None:
-        """Allocate the buffers that a checkpoint will fill; parameters stay deferred."""
+        """Make deferred buffers and plain tensors, and allocate the other buffers on the meta
+        device that a checkpoint will fill; parameters stay deferred.
+        """
         self._make_others(module)
         for prefix, child in module.named_modules():
             for name, buffer in child._buffers.items():
@@ -108,12 +112,16 @@ class DeferredInit(ModuleInit):
     ) -> None:
         """Determine the values of all deferred tensors, equal on all ranks, before a run.
 
-        Buffers are made now, and parameters as well if the module will not be sharded. Collective.
+        Buffers are made now, and parameters as well if the module will not be sharded. Does nothing
+        if no ops were recorded. Collective.
 
         If parameters are to be made in shards, the Trainer's sanity check is switched off
         (`num_sanity_val_steps = 0`), and rank 0 logs that.
 
-        Args: as of `ModuleInit.settle`.
+        Args:
+            trainer, module: of the run.
+            loaded: name -> tensor of a checkpoint, for parameters whose shards are read later.
+            fits: whether the full module fits on one device; then it is sharded for training alone.
 
         Raises:
             AlpaError: a parameter or buffer on the meta device has no values, and its module no
@@ -158,7 +166,9 @@ class DeferredInit(ModuleInit):
     def sharding(self, module: nn.Module) -> Iterator[Callable[[Tensor], Tensor]]:
         """Context in which the module is sharded.
 
-        Its value is a function that returns the full tensor of a parameter or of optimizer state.
+        Its value is a function that returns the full tensor of a parameter or of optimizer state;
+        `Tensor.detach` if nothing is deferred. AlpaError if a parameter was changed in place
+        before.
         """
         if self._recorder is None:
             yield Tensor.detach
@@ -219,7 +229,7 @@ class DeferredInit(ModuleInit):
 
     def _finish(self) -> None:
         """Make the parameters that were not sharded (no plan, or unused), and drop the record
-        unless shards are read later.
+        unless shards are read later. CheckpointError if a file cannot be read.
         """
         for parameter, deferred in self._waiting.items():
             # Strides of 0: a placeholder, or a parameter that `_full` returned without values.
@@ -243,7 +253,8 @@ class DeferredInit(ModuleInit):
 
     @override
     def read_shards(self, store: ParameterStore) -> None:
-        """Read the shards of parameters whose values are in files. Collective.
+        """Read the shards of parameters whose values are in files. Does nothing if no rank has any.
+        Collective.
 
         Args:
             store: of the parameters, which are sharded.

@@ -93,7 +93,8 @@ def capture_phases(
 ) -> dict[str, tuple[Phase, StepGraph]]:
     """Capture the phases that `module.iteration_phases` returns for `batch`, by name.
 
-    The arguments are those of `capture_step`. Errors of the user's code are not caught.
+    Batch, ranks, `batch_scope` and `context` are as of `capture_step`: phases have the samples of
+    all ranks, or under `global` those of `batch`. Errors of the user's code are not caught.
 
     Raises:
         CaptureError: none or several phases train, or a phase cannot be captured.
@@ -125,6 +126,9 @@ def _captured(
     Args:
         num_ranks: whose samples are joined.
         context: in which the phase is traced.
+
+    Raises:
+        CaptureError: it cannot be captured.
     """
     # Every graph has a loss. That of a phase that does not train is removed below.
     placeholder_loss = torch.zeros((), device="meta", requires_grad=True)
@@ -283,6 +287,9 @@ class _PhasePrices:
 
         The peak of the cost is the bytes that it adds to those stored between phases. Parameters
         that no earlier phase has are stored from now on as this phase has them.
+
+        Raises:
+            PlanError: it fits in no layout.
         """
         if phase.trains:
             seconds = self._training.predicted.step_seconds
@@ -403,6 +410,9 @@ class _PhasePrices:
         Args:
             pinned: name -> layouts of parameters that must be kept.
             pins: further fields of `PlanOptions`.
+
+        Raises:
+            PlanError: nothing fits.
         """
         task_options = self._task.options
         limit = self._task.memory_limit - self.stored_bytes - more_bytes

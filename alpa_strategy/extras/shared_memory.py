@@ -114,7 +114,8 @@ class SharedMemoryGroup:
         return 2 * self._num_launched + is_in_flight
 
     def allreduce(self, tensors: Sequence[Tensor], options: Any) -> SimpleNamespace:
-        """Launch an all-reduce in place of one tensor.
+        """Launch an all-reduce in place of `tensors[0]`: the maximum if `options.reduceOp` is MAX,
+        else the sum.
 
         Every rank adds in the same order, so that all get the same bits.
         """
@@ -256,10 +257,12 @@ def file_bytes(size: int, wanted_bytes: int) -> int:
 def shared_memory_group(
     group: Any, rank: int, size: int, wanted_bytes: int | None = None
 ) -> SharedMemoryGroup | None:
-    """Make a group of the ranks of `group` if all are on one host; else return None. Collective.
+    """Make a group of the ranks of `group` if all are on one host; else, on other processors than
+    x86-64, or without enough shared memory, return None. Collective.
 
     Args:
         wanted_bytes: of the group's memory; None: TOTAL_BYTES.
+        rank, size: of this rank and of `group`.
     """
     total_bytes = file_bytes(size, TOTAL_BYTES if wanted_bytes is None else wanted_bytes)
     path = _new_file(total_bytes) if rank == 0 else None

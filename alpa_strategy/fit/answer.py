@@ -21,11 +21,12 @@ from alpa_strategy.planner.task import PlanTask, Progress
 def answer_fit(
     case: FitCase, num_changes: int, progress: Progress, console: Console
 ) -> tuple[Plan, PlanTask]:
-    """Plan a case, print the answer, and return the plan with its task.
+    """Plan a case, print the answer, and return the plan, with its changes in it, and its task.
 
     Args:
         case: what is asked.
-        num_changes: nearest changes that are planned, too.
+        num_changes: how many of the nearest changes are planned, too; 0: none, and no table of
+            them.
 
     Raises:
         PlanError: nothing fits; the answer has been printed.

@@ -161,7 +161,8 @@ def plan_by_name(
 
 
 def warn_of_rates(console: Console, precision: str, cluster: ClusterSpec) -> None:
-    """Print a warning if a cluster has no FLOP/s for a precision: planning may take minutes.
+    """Print a warning if a cluster has no FLOP/s for a precision: planning may take minutes. None
+    for measured clusters.
 
     Args:
         console: to print it on.

@@ -77,7 +77,8 @@ def flags_table(plan: Plan, request: FitRequest) -> Table:
 def _megatron(
     plan: Plan, request: FitRequest, stage: StageSummary, batch: BatchDivision
 ) -> dict[str, str]:
-    """Return flags of pretrain_gpt.py, by the row of the table that they belong to.
+    """Return flags of pretrain_gpt.py, by the row of the table that they belong to: "" if none is
+    needed, NOT_OFFERED if there is none.
 
     Args:
         plan: the plan.

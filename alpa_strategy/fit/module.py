@@ -34,7 +34,8 @@ class LanguageModel(lightning.LightningModule):
         self.model = model
 
     def training_step(self, batch: tuple[Tensor, Tensor]) -> Tensor:
-        """Return the mean cross entropy over the targets.
+        """Return the mean cross entropy over the targets. An encoder-decoder gets the tokens on
+        both sides.
 
         Args:
             batch: (tokens, targets), [batch, time] each.
@@ -122,7 +123,9 @@ def _has_experts(config: Any) -> bool:
 
 
 def _with_adapters(model: torch.nn.Module, rank: int) -> torch.nn.Module:
-    """Return the model with LoRA adapters at all linear layers; the rest is frozen."""
+    """Return the model with LoRA adapters at all linear layers; the rest is frozen. SetupError
+    without peft.
+    """
     peft = library("peft")
     settings = peft.LoraConfig(r=rank, target_modules="all-linear", task_type="CAUSAL_LM")
     with torch.device("meta"):

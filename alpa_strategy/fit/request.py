@@ -70,6 +70,7 @@ def checked(request: FitRequest) -> FitRequest:
     Raises:
         OptionError: a number is below 1, the precision is unknown, or there is no such
             configuration.
+        SetupError: as of `read_config`.
     """
     numbers = {
         "--seq": request.sequence_length,
@@ -93,6 +94,7 @@ def read_config(source: str) -> dict[str, Any]:
 
     Raises:
         OptionError: there is no such file, or it is not a configuration of transformers.
+        SetupError: huggingface_hub is not installed, for a name of the hub.
     """
     path = Path(source).expanduser()
     file = path / "config.json" if path.is_dir() else path

@@ -23,7 +23,8 @@ class CapturedRequests:
     def planning(
         self, request: FitRequest, cluster: ClusterSpec, overrides: Sequence[str]
     ) -> tuple[PlanTask, Callable[[], Plan]]:
-        """Return the planner's task of a request, and a function that plans it.
+        """Return the planner's task of a request, and a function that plans it. Requests that
+        differ in their optimizer alone share a captured step.
 
         Args:
             request: what is asked.

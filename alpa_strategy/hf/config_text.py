@@ -11,7 +11,7 @@ def config_fields(text: str) -> dict[str, Any]:
     """Return the fields of a configuration as the library reads them from its file.
 
     The library writes infinity and nan as objects, which JSON does not know; it decodes them while
-    it reads a file.
+    it reads a file. SetupError if transformers is not installed.
 
     Args:
         text: content of a config.json.

@@ -108,7 +108,8 @@ def rebuild(description: dict[str, Any]) -> nn.Module:
 
 
 def _with_adapters(model: nn.Module, adapters: dict[str, str]) -> nn.Module:
-    """Return the model with its adapters around it; the model itself if there are none.
+    """Return the model with its adapters around it; the model itself if there are none. SetupError
+    without peft.
 
     Args:
         model: of transformers.

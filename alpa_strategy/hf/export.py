@@ -37,8 +37,10 @@ def export_pretrained(
         The folder.
 
     Raises:
-        CheckpointError: the checkpoint has no such model, or lacks one of its weights.
+        CheckpointError: the checkpoint has no such model, or one of its weights is missing or has
+            another shape, or a file cannot be written.
         FileNotFoundError: there is no `source`.
+        SetupError: a library of Hugging Face is not installed.
     """
     checkpoint = open_checkpoint(source, weights_only)
     name, description = _described(checkpoint.get(ENTRY) or {}, source, module)
@@ -81,7 +83,7 @@ def _described(
         module: name of the model; None: the only one.
 
     Raises:
-        CheckpointError: there is none, or more than one and no name.
+        CheckpointError: there is none, none of this name, or more than one and no name.
     """
     if not descriptions:
         raise CheckpointError(

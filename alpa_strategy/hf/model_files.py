@@ -42,7 +42,8 @@ Saved by `alpa_strategy` from a training with PyTorch Lightning.
 
 
 def copy_processing_files(model: Any, folder: Path) -> None:
-    """Copy the files of tokenizer and processor from where the model was loaded, if it was.
+    """Copy the files of tokenizer and processor from where the model was loaded, if it was; files
+    that are in `folder` stay.
 
     Nothing is downloaded: files of a name of the hub come from the local cache.
     """

@@ -55,6 +55,7 @@ def hugging_face_model(module: nn.Module, name: str | None = None) -> nn.Module:
 
     Raises:
         SetupError: there is none, or more than one and no name.
+        AttributeError: there is no submodule `name`.
     """
     if name is not None:
         return module.get_submodule(name)
@@ -101,11 +102,12 @@ def save_pretrained(
         in_background: whether this returns before files are uploaded.
 
     Returns:
-        The folder.
+        The absolute folder, or its URL.
 
     Raises:
         CheckpointError: a file cannot be written.
         RuntimeMismatchError: the ranks have different models.
+        SetupError: safetensors is not installed.
     """
     library("safetensors")
     url = broadcast_object(str(folder) if is_url(folder) else None)
@@ -313,7 +315,9 @@ def _put_in_place(staging: Path, target: Path, weights: Sequence[Path]) -> None:
 
 
 def _remove_stale(target: Path, names: Sequence[Path]) -> None:
-    """Remove files of weights of an earlier save, which another index named."""
+    """Remove files of weights of an earlier save, which another index named, if this one has
+    weights of that kind.
+    """
     current = {name.name for name in names}
     for pattern in ("model*.safetensors", "model*.safetensors.index.json"):
         for file in target.glob(pattern):

@@ -120,7 +120,9 @@ class EagerFullyShard:
 
     @contextmanager
     def suspended(self) -> Iterator[None]:
-        """Context within `in_use` in which parameters are shards, as outside of it."""
+        """Context within `in_use` in which parameters are shards, as outside of it. Nothing changes
+        where it is not active.
+        """
         if not self.is_active:
             yield
             return
@@ -407,7 +409,7 @@ class EagerFullyShard:
         return not any(parameter in self._full for parameter in self._units[unit])
 
     def _take_changes(self, parameter: nn.Parameter) -> None:
-        """Write this rank's shard of the full data into its shard.
+        """Write this rank's part of the full data into its shard, if it has one.
 
         `data` of the shard: the version that autograd counts for it stays the same.
         """

@@ -118,7 +118,9 @@ class OnDemandGather:
                 self._start(unit)()
 
     def _note(self, report: int) -> None:
-        """Append to this step's order, and compare it with the previous step's."""
+        """Append a unit, `_DONE` or `_GONE` to this step's order, and compare it with the previous
+        step's.
+        """
         index = len(self._order)
         is_known = index < len(self._previous_order)
         self._repeats = self._repeats and is_known and self._previous_order[index] == report

@@ -72,7 +72,7 @@ class JobWatch:
         self._watch.publish(error)
 
     def stop(self, ends_well: bool) -> None:
-        """Stop to watch and to handle signals. No communication."""
+        """Stop to watch and to handle signals. `ends_well`: without an error. No communication."""
         if self._signals is not None:
             self._signals.remove()
             self._signals = None

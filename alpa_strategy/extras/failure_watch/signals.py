@@ -204,8 +204,8 @@ class JobSignals:
         communication.
 
         Raises:
-            RuntimeMismatchError: others still train: this rank stops alone, or has come to an
-                evaluation or an epoch's end before them.
+            RuntimeMismatchError: others are known to still train: this rank stops alone, or has
+                come to an evaluation or an epoch's end before them.
         """
         if not self._is_alone:
             return
@@ -233,7 +233,8 @@ class JobSignals:
         self._receive(signum)
 
     def _listen(self, receiving: socket.socket) -> None:
-        """Read signals from the socket, one byte each.
+        """Read signals from the socket, one byte each, until it is closed; `_receive` gets those
+        that end a job.
 
         Handlers do not run while the main thread waits in a collective.
         """
@@ -272,7 +273,9 @@ class JobSignals:
         signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
 
     def _end(self) -> None:
-        """End this process, which has not ended by itself in time."""
+        """End this process, which has not ended by itself in time, with a message and the status
+        128 + signal.
+        """
         assert self._ending_signal is not None
         name = signal.Signals(self._ending_signal).name
         rank = self._trainer.global_rank

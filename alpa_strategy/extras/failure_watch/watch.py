@@ -134,7 +134,9 @@ class FailureWatch:
             self._end_because_of(first, self._main_store)
 
     def _report_when_shown(self, error: BaseException) -> None:
-        """Let the others know when Python has shown `error`, as it does where a script ends."""
+        """Replace `sys.excepthook`, to let the others know when Python has shown `error`, as it
+        does where a script ends.
+        """
         show = sys.excepthook
         store = self._main_store
         # The error itself would keep its traceback's frames alive, and with them the training.
@@ -156,7 +158,9 @@ class FailureWatch:
         self._word = word
 
     def _pass_on(self) -> None:
-        """Send this rank's pending word, and receive those of others, in the watch's thread."""
+        """Send this rank's pending word, and receive those of others, in the watch's thread.
+        `on_told` is called once, with the first.
+        """
         if self._word is not None:
             self._watch_store.compare_set(_TOLD, "", self._word)
             self._word = None
@@ -210,6 +214,7 @@ class FailureWatch:
 
     def _end_because_of(self, text: str, store: Any) -> None:
         """Name another rank's error in a line and end; whichever of the two threads comes first.
+        `text` has its rank, a line on it and its traceback.
 
         The failing rank shows its traceback itself. Only if it does not (it hangs, or its script
         goes on past the error) does rank 0 show it. An AlpaError has no traceback to be shown, and

@@ -112,7 +112,8 @@ def _check_effects(graph: StepGraph, trace: Trace) -> None:
     """Check that the calls do no more than return tensors and plain values.
 
     Raises:
-        CaptureError: they log, check values, or change buffers, attributes or lists.
+        CaptureError: they log, check values, change buffers, attributes or lists, or return
+            something else.
     """
     recording = trace.recording
     records = (graph.logs, graph.metrics, graph.checks, graph.appended, graph.guards)

@@ -137,6 +137,9 @@ class SubmoduleRun(ShardedRun):
 
         Args:
             eager_step: calls the module's `training_step`; the batch is bound to it already.
+
+        Raises:
+            RuntimeMismatchError: ranks have loaded different batches, or make other calls.
         """
         self.take_buffers()
         changed = [self._clipping()]
@@ -201,7 +204,8 @@ class SubmoduleRun(ShardedRun):
 
     @override
     def finish_backward(self) -> None:
-        """Average the gradients over the ranks that lack those of others. Collective.
+        """Average the gradients over the ranks that lack those of others, unless more batches are
+        accumulated. Collective.
 
         Gradients of programs are complete on the replica's ranks. So a parameter that is full there
         has the same part of its gradient on all of them, and its mean over all ranks is right, too.
@@ -302,6 +306,7 @@ def _plannable(
 
     Args:
         unlike: paths of submodules whose calls differ between ranks.
+        recorded, job, why: as of `_captured`.
 
     Raises:
         CaptureError: `why`, if there are none.
@@ -358,7 +363,9 @@ def _job_of_calls(job: Job, options: PlanOptions, names: set[str], free_bytes: f
 
 
 def _combined(plan: Plan, plan_of_calls: Plan) -> Plan:
-    """Return the plan of the calls with the parameters and notes of the module's eager `plan`."""
+    """Return the plan of the calls with the parameters, schedule, figures and notes of the module's
+    eager `plan`; nothing is prefetched or fused.
+    """
     stage = plan.stages[0]
     stage_of_calls = plan_of_calls.stages[0]
     # The user's code may differentiate the programs twice.
