@@ -74,11 +74,11 @@ def without_hidden(
 
 
 def without_reductions(intra: IntraOp, assignment: Sequence[int], cost: StageCost) -> StageCost:
-    """Return the cost of a stage of a pipeline: gradients are reduced during the backward of the
-    last micro-batch.
+    """Return `cost` with less `once`: a pipeline's stage reduces gradients during the backward of
+    the last micro-batch, whose computation hides the share `mesh.overlap` of them.
 
     Args:
-        cost: with sums of seconds.
+        cost: with all communication added to the seconds of computation.
     """
     communication = _communication(intra, assignment)
     computing = max(0.0, cost.backward - communication.backward)
@@ -89,14 +89,16 @@ def without_reductions(intra: IntraOp, assignment: Sequence[int], cost: StageCos
 def without_prefetched(
     intra: IntraOp, assignment: Sequence[int], cost: StageCost, gathers_early: bool
 ) -> StageCost:
-    """Return the cost of one stage on all devices.
+    """Return the cost of one stage on all devices without the seconds that computation hides: less
+    of `forward` and `backward` (only if `gathers_early`) and of `once`.
 
-    Copies for the whole step are gathered during the forward (`MeshParameters.step_inputs`).
+    Copies for the whole step are gathered during the forward (`MeshParameters.step_inputs`), and
+    gradients that are reduced once are reduced during the backward.
 
     Args:
-        cost: with sums of seconds.
-        gathers_early: whether there is memory to gather parameters before they are used, and to
-            sum their gradients during the backward (`StagePlan.prefetched_bytes`).
+        cost: with all communication added to the seconds of computation.
+        gathers_early: whether there is memory to gather parameters before they are used, and to sum
+            their gradients during the backward (`StagePlan.prefetched_bytes`).
     """
     communication = _communication(intra, assignment)
     overlap = intra.mesh.overlap

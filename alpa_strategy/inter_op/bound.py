@@ -85,7 +85,9 @@ def step_bound(space: StageSpace) -> float:
 
 
 def with_extra_floors(space: StageSpace) -> StageSpace:
-    """Return the space with all lower bounds of its stages, of which `step_bound` is the better."""
+    """Return a copy of the space whose `runs` have all lower bounds of their seconds, which make
+    `step_bound` tighter.
+    """
     runs = []
     for mesh, costs in zip(space.meshes, space.runs, strict=True):
         runs.append(stage_costs.with_extra_floors(space.job, mesh, costs))
@@ -132,8 +134,10 @@ class _Costs:
         may_recompute: bool = True,
         submesh: int | None = None,
     ) -> np.ndarray:
-        """Return the least seconds of a step of stages that fit into memory, [first layer,
-        last + 1, submesh]; without the last axis if `submesh` is not None.
+        """Return the least seconds of a step of stages that fit into memory, [first layer, last +
+        1, submesh]; without the last axis if `submesh` is not None.
+
+        It is inf where there is no run.
 
         Args: as of `StageFloors.seconds`.
         """
@@ -148,7 +152,8 @@ class _Costs:
 def _seconds_of_runs(
     space: StageSpace, of_step: str, of_microbatch: str
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return `work` and `seconds` of `_Costs`.
+    """Return `work` and `seconds` of `_Costs`, each [first layer, last + 1, submesh]; inf for runs
+    that are empty or have a layer that is impossible on the submesh.
 
     Args:
         of_step, of_microbatch: the fields of `LayerRangeCosts` with the least seconds of layers.
@@ -170,7 +175,9 @@ def _seconds_of_runs(
 
 
 def _costs(space: StageSpace) -> _Costs:
-    """Return the least seconds of every run of layers, for the bound on all pipelines."""
+    """Return the `_Costs` of a space: the least seconds of every run of layers and of the messages
+    between them, for the bound on all pipelines.
+    """
     job = space.job
     tables = space.tables
     sizes = np.array(space.sizes)
@@ -234,8 +241,9 @@ def _of_runs(layers: np.ndarray, overhead: float) -> np.ndarray:
 
 
 def _one_stage_per_mesh(costs: _Costs, known: float, name: str) -> float:
-    """Return a bound of the seconds of pipelines of at least two stages with one stage per mesh; at
-    least `known` if nothing is below that.
+    """Return a bound of the seconds of pipelines of at least two stages with one stage per mesh;
+    some value of at least `known` if nothing is below that. It is searched to the relative
+    `PRECISION`.
 
     Args:
         known: seconds.
@@ -362,8 +370,10 @@ def _least_fill(costs: _Costs, stages: Sequence[_Stages], most: float) -> float:
 
 
 def _waiting(costs: _Costs, name: str, v: int, index: int) -> float:
-    """Return a bound of the seconds of v stages on each of equal meshes; inf if the schedule has no
-    such stages.
+    """Return a bound of the seconds of v stages on each of equal meshes.
+
+    It is inf for v = 1, if the schedule has no such stages, or if a layer is impossible on the
+    submesh.
 
     It is the larger of two: the meshes' mean work, with the time that they wait at the start and at
     the end, and the work of the mesh that has the longest layer, or both ends of a folded pipeline.

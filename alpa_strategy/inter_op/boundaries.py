@@ -23,11 +23,15 @@ def boundary_tables(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return `boundary` and `link_at` of `StageTables`.
 
+    A pair of submeshes without a link at a joint gets the slowest link that it has at any joint; 0
+    seconds if it has none.
+
     Args:
         job: the step and its cluster.
         meshes: (nodes, devices per node) of each submesh.
         fits: that of `StageTables`.
-        joints: of each number of devices, or stages, that may be left.
+        joints: of each number of devices, or stages, that may be left; None where two stages do not
+            meet or share a mesh: 0 seconds.
         pairs: (sender's submesh, receiver's submesh), as indices of `meshes`, that are needed.
     """
     cluster = job.cluster
@@ -64,7 +68,7 @@ def boundary_tables(
 
 
 def _uniform_kind(cluster: ClusterSpec, joint: Joint) -> tuple[int, int]:
-    """Return (0, 1) for a joint between two nodes, (0, 0) for one in a node."""
+    """Return (0, 1) for a joint between two nodes, (0, 0) for one in a node or None."""
     if joint is None:
         return 0, 0
     last_sender = joint[0] - 1

@@ -115,7 +115,8 @@ class _CandidateSearch:
         Args:
             name: of the part.
             find: finds its candidates.
-            slack: candidates may be slower than the best one by this factor.
+            slack: candidates may be slower than the best one by this factor, but not than the known
+                step.
         """
         best_before = min([self._known, *(candidate.seconds for candidate in self.candidates)])
 
@@ -173,6 +174,9 @@ def _regular(space: StageSpace, schedule: str, known: Callable[[], float]) -> It
     """Yield stages on equal meshes of every size that divides the devices, with the best cuts: what
     people try by hand.
 
+    Sizes that leave one mesh or that `refusal` rules out are skipped, and so are numbers of stages
+    above that of the layers or other than the pinned one.
+
     Args:
         known: seconds of the best candidate so far.
     """
@@ -196,7 +200,8 @@ def _equal_stages(
     """Yield the stages that the DP finds on equal meshes.
 
     With several stages on a mesh, stages that are climbed to from these and from equal numbers of
-    layers are yielded as well.
+    layers are yielded as well. With one stage on each, nothing is yielded if none is below `known`
+    seconds.
     """
     job = equal.space.job
     num_layers = job.num_layers

@@ -28,9 +28,11 @@ class Layers:
 def layers_of(
     graph: StepGraph, cuts: Sequence[int], options: PlanOptions, num_devices: int
 ) -> Layers:
-    """Split a step at `cuts` (op indices, both ends included) into layers.
+    """Split a step at `cuts` (op indices, both ends included) into layers. Layers with the same
+    structure get the same kind.
 
     Args:
+        options: if they pin placements, layers whose parameters have other names differ in kind.
         num_devices: size of the mesh that a layer is planned on.
     """
     layers = Layers([], [], [])
@@ -69,7 +71,11 @@ def boundary_structure(layer: StepGraph, positions: dict[int, int], ends: LayerB
 
 
 def _content(part: StepGraph, options: PlanOptions) -> tuple[tuple, dict[int, int]]:
-    """Return the structure of a part, and the position of each value by first occurrence."""
+    """Return a key that is equal for parts with the same structure, and the position of each value
+    by first occurrence.
+
+    Names of parameters count only if `options` pin placements.
+    """
     positions: dict[int, int] = {}
 
     def position(value: int) -> int:

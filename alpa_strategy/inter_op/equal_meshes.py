@@ -48,8 +48,8 @@ class EqualMeshes:
 
     @cached_property
     def tables(self) -> StageTables:
-        """The tables of all submeshes with the messages between these stages, by the stages that
-        are left.
+        """The tables of all submeshes, with the messages between the stages of this pipeline; these
+        are indexed by the number of stages that are left, and take 0 seconds within a mesh.
         """
         tables = self.space.tables_for(self.schedule, self.ranks, self.stages_per_mesh)
         joints: list[Joint] = []
@@ -69,7 +69,8 @@ class EqualMeshes:
     def alone(self) -> StageTables:
         """The tables of this submesh alone, counted as one device each.
 
-        A mesh stores what all of its stages need whatever is in flight.
+        A mesh stores what all of its stages need whatever is in flight. Stages whose optimizer
+        update does not fit get inf seconds.
         """
         one = in_units(self.tables, np.array([self.submesh]), self.mesh_size)
         # All stages of a mesh are updated together.

@@ -90,7 +90,9 @@ def layer_floors(
 def _problem_at(
     joined: LayerProblem, prices: Sequence[FloorPrice], num_microbatches: int
 ) -> Problem:
-    """Return the layer's problem at all prices: costs have a leading axis for them."""
+    """Return the layer's problem at all prices: costs have a leading axis for them, and include the
+    price of the bytes.
+    """
 
     per_byte, alive, share, recomputes = np.array(prices).T
 

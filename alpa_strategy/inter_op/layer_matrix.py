@@ -151,7 +151,7 @@ def layer_matrix(
 ) -> LayerMatrix:
     """Solve the layer once per price, for all pairs of boundary layouts together.
 
-    All is inf if pins leave a choice no strategy.
+    The objective is inf, and parts are 0, if pins leave a choice no strategy.
 
     Args:
         joined: the layer's problem.
@@ -409,7 +409,8 @@ def _followed(
     leader: int | None,
     layouts: tuple[DualLayout, ...],
 ) -> np.ndarray:
-    """Return, per layout of the leader, the index of the layout that a value has then.
+    """Return, per layout of the leader, the index of the layout that a value has then: unsharded
+    where it cannot follow.
 
     Args:
         value_layouts: of the value; the result has indices of these.
@@ -435,7 +436,7 @@ def _followed_layout(
     layout: DualLayout, shape: tuple[int, ...], leading: tuple[int, ...]
 ) -> DualLayout:
     """Return the layout that shards the same dims as the leader's `layout`, if they have the same
-    size.
+    size; other mesh axes do not shard the value.
 
     Args:
         shape: of the value that follows.
@@ -552,7 +553,8 @@ def dense_layer_costs(
     problems: Sequence[Problem], ends: tuple[int, int]
 ) -> tuple[list[Pairs], float]:
     """Return, per problem, an assignment for each pair of values of the two choices `ends`, and its
-    objective; inf if there is none. And a lower bound of all objectives.
+    objective; inf if there is none. And a lower bound of all objectives; 0 if the first problem is
+    impossible.
 
     Args:
         problems: one problem at several prices of memory, the lowest first.

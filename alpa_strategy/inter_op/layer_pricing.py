@@ -111,6 +111,9 @@ def priced_layers(
 
     Args:
         prices: multiples of the step's seconds per byte, with micro-batches in flight.
+
+    Raises:
+        OptionError, PlanError: a pin cannot be met.
     """
     unpriced = unpriced_layers(job, submesh, shape)
 
@@ -181,6 +184,9 @@ def unpriced_layers(
         has_per_step_ops: whether some ops run once for all micro-batches.
         hides_gathers: whether layers of one stage on all devices are without the communication that
             may be hidden (`without_hidden_gathers`).
+
+    Raises:
+        OptionError, PlanError: a pin cannot be met.
     """
     tables = job.option_tables(submesh, shape)
     mesh = tables.mesh
@@ -257,7 +263,8 @@ def _leader(
 ) -> tuple[int | None, tuple[DualLayout, ...]]:
     """Return the value whose layout the others that cross a cut follow, and its layouts.
 
-    It is the largest of those that require a gradient, or of all; None if nothing crosses.
+    It is the largest of those that require a gradient, or of all; None, with one unsharded layout,
+    if nothing crosses.
     """
     values = job.graph.values
 

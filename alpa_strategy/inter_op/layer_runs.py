@@ -341,6 +341,8 @@ def cheapest_candidates(
     """Return each run's cheapest candidates that fit, for growing numbers of micro-batches in
     flight.
 
+    Where a run has fewer candidates than others, or none, its seconds are inf.
+
     Args:
         memory_limit: bytes per device.
     """

@@ -11,7 +11,7 @@ from alpa_strategy.options import PlanOptions
 def allowed_shapes(
     cluster: ClusterSpec, options: PlanOptions, submesh: tuple[int, int] | None = None
 ) -> tuple[tuple[int, ...], ...]:
-    """Return the logical shapes of a submesh that the options allow.
+    """Return the logical shapes of a submesh that the options allow; empty if none is.
 
     `logical_mesh` pins a shape, and placements pin its number of axes.
 
@@ -30,7 +30,9 @@ def allowed_shapes(
 
 
 def axis_counts(options: PlanOptions) -> set[int]:
-    """Return the numbers of mesh axes for which placements are pinned; empty without pins."""
+    """Return the numbers of mesh axes that pinned placements name, and the length of `parallel` if
+    it is a sequence; empty without pins.
+    """
     counts = {len(text.split()) for _, text in options.placements}
     if not isinstance(options.parallel, str):
         counts.add(len(options.parallel))

@@ -38,6 +38,9 @@ def least_one_stage_seconds(
     Args:
         job: of one micro-batch, split into layers.
         shared_seconds: of the step's ops if the devices shared them evenly.
+
+    Raises:
+        OptionError, PlanError: a pin cannot be met.
     """
     submesh = (job.cluster.num_nodes, job.cluster.devices_per_node)
     least: dict[tuple[int, ...], float] = {}

@@ -227,7 +227,8 @@ def _module_names(text: str) -> list[str]:
     """Return the module names of a text: `embed, blocks.0-2` -> embed, blocks.0, blocks.1,
     blocks.2.
 
-    Ranges may also be written as plans are displayed: `blocks.0-blocks.2`.
+    Ranges may also be written as plans are displayed: `blocks.0-blocks.2`. Empty items are skipped;
+    names are not checked.
 
     Raises:
         OptionError: a range counts down.
@@ -330,8 +331,8 @@ def _possible(cluster: ClusterSpec, options: PlanOptions) -> dict[str, list[tupl
 def _stages_and_meshes(
     schedule: str, num_devices: int, sizes: Sequence[int]
 ) -> list[tuple[int, int]]:
-    """Return the (number of stages, number of meshes) of a schedule on meshes with one of `sizes`
-    devices.
+    """Return the (number of stages, number of meshes) of a schedule on meshes that use all devices,
+    each with one of `sizes`; ascending. Of schedules with equal meshes, only with several of these.
     """
     if not SCHEDULES[schedule].has_one_stage_per_mesh:
         ranks = {num_devices // size for size in sizes if num_devices % size == 0}

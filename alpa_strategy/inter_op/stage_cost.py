@@ -46,6 +46,10 @@ class StageCost:
     ) -> dict[str, float]:
         """Return the parts of `num_bytes` at the peak: name in `MEMORY_PARTS` -> bytes.
 
+        The peak is in a micro-batch or, if that needs more, while the optimizer updates; then
+        activations are 0, and values that are made once per step count as `temporary`, not as
+        `weights`.
+
         Args:
             of_parameters: `parameter_bytes` of the assignment.
             in_flight: micro-batches whose activations are stored.
@@ -62,7 +66,9 @@ class StageCost:
 
 
 def whole_bytes(parts: Mapping[str, float], total: float) -> dict[str, int]:
-    """Return the parts as whole numbers whose sum is that of `total`."""
+    """Return the parts, rounded down one after the other, as whole numbers whose sum is
+    `int(total)`: the last one takes the rest.
+    """
     rounded = {}
     rounded_up_to = 0
     summed = 0.0

@@ -214,6 +214,9 @@ def stage_costs(
         known: gets the results, for later calls with jobs that differ only in their number of
             micro-batches.
         unlikely: submeshes for which only the fastest layouts are priced: enough for a bound.
+
+    Raises:
+        OptionError, PlanError: a pin cannot be met.
     """
     known = {} if known is None else known
     costs = []
@@ -254,6 +257,9 @@ def run_costs(
 
     Args:
         prices: of memory. Layouts are chosen under each, in addition to the fastest ones.
+
+    Raises:
+        OptionError, PlanError: a pin cannot be met.
     """
     shapes = allowed_shapes(job.cluster, job.options, submesh)
     num_layers = job.num_layers
@@ -320,8 +326,8 @@ def with_extra_floors(
 def _with_extra_floors(
     job: StageCostTask, submesh: tuple[int, int], costs: LayerRangeCosts
 ) -> LayerRangeCosts:
-    """Return the costs of runs on one submesh with all lower bounds of `EXTRA_PRICES`; unchanged if
-    memory cannot bind on any logical shape.
+    """Return the costs of runs on one submesh with all lower bounds of `EXTRA_PRICES`. Logical
+    shapes on which memory cannot bind get bounds at price 0.
     """
     of_shapes: list[ExtraFloors] = []
     for index, shape in enumerate(costs.shapes):

@@ -275,10 +275,10 @@ class _Search:
     def _way(
         self, a: int, column: np.ndarray | None, following: np.ndarray, left: np.ndarray
     ) -> StageOption:
-        """Return the costs of stages that send along boundary option `a`.
+        """Return the costs of stages on submesh `a` that send their outputs along one boundary.
 
         Args:
-            a: index of the boundary in the tables.
+            a: index of the submesh.
             column: [layer] seconds of a transfer to the next stage; None for the last stage.
             following: submeshes of the next stage.
             left: whether a number of devices may remain for it.

@@ -545,8 +545,8 @@ def balanced_groups(weights: Sequence[float], count: int) -> tuple[int, ...]:
 
 
 def _greedy(weights: Sequence[float], limit: float) -> tuple[int, ...]:
-    """Return the first positions of segments, each as long as its weights sum to at most
-    `limit`.
+    """Return the first positions of segments, each as long as its weights sum to at most `limit`,
+    but with at least one weight; (0,) for no weights.
     """
     starts, total = [0], 0.0
     for position, weight in enumerate(weights):

@@ -358,7 +358,7 @@ class StageSolver:
         return self._solved(priced, fitted)
 
     def pinned(self, priced: PricedStage, choice: int, strategies: Sequence[int]) -> PricedStage:
-        """Return the stage with one of its choices pinned.
+        """Return the stage with one of its choices pinned, and its `free` layouts solved again.
 
         Args:
             priced: the stage.

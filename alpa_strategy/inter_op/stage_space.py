@@ -156,7 +156,9 @@ class StageSpace:
 
     @cached_property
     def may_be(self) -> np.ndarray:
-        """[first layer, last layer + 1, submesh] which stages the user's pins allow."""
+        """[first layer, last layer + 1, submesh] which stages the user's pins allow. One stage of
+        all layers is only allowed if neither a schedule nor several stages are pinned.
+        """
         num_pinned_devices = self.places[..., 1, None]
         allowed = (num_pinned_devices < 0) | (num_pinned_devices == self.sizes)
         if self.pinned:
@@ -170,8 +172,8 @@ class StageSpace:
 
     @cached_property
     def tables(self) -> StageTables:
-        """Costs of all runs of layers on all submeshes, inf where a run is not allowed or does not
-        fit.
+        """Costs of all runs of layers on all submeshes, inf seconds where a run is not allowed or
+        its optimizer update does not fit.
         """
         cluster = self.job.cluster
         num_devices = cluster.num_devices
@@ -341,7 +343,8 @@ class StageSpace:
 
     def _stage_seconds(self, candidate: Candidate) -> list[tuple[float, float, float, float]]:
         """Return (forward, backward, once per step, message to the next stage) of each stage, in
-        seconds; the first two and the last of one micro-batch.
+        seconds; the first two and the last of one micro-batch. A backward counts as two forwards,
+        with recomputation as three.
         """
         splits = splits_backward(
             candidate.schedule,

@@ -165,8 +165,8 @@ def default_num_layers(step: StepGraph) -> int:
     """Return the number of layers into which a step is split: that of the repeated blocks of the
     module (`blocks.0`, `blocks.1`, ...), or `PLAIN_LAYERS` if these are not most of its work.
 
-    Many blocks are taken several to a layer, so that there are at most `MAX_LAYERS`. There are
-    never more layers than ops with FLOPs.
+    Many blocks are taken several to a layer, so that there are at most `MAX_LAYERS`. There is at
+    least one layer, and never more than there are ops with FLOPs.
     """
     work: dict[tuple[str, int] | None, float] = defaultdict(float)
     for op in step.ops:

@@ -225,6 +225,11 @@ class _Builder:
     def add_boundary(self, kind: str, value: int) -> BoundaryChoice:
         """Add a value that passes between stages, in each of its `boundary_layouts`, and return its
         choice.
+
+        A received constant is unsharded only.
+
+        Args:
+            kind: "received" or "sent", for the choice's name.
         """
         layouts = boundary_layouts(self._step.values[value], self._mesh.shape)
         if kind == "received" and value in self._step.received_constants:
@@ -300,6 +305,8 @@ class _Builder:
     def _leaving(self, value: int, sink: int) -> tuple[int, tuple[DualLayout, ...]]:
         """Return (choice, layout per strategy) in which a value leaves the step: on every device
         its own rank's of values that ranks have, else the full value.
+
+        A value with several such layouts (the loss) gets a choice of its own in place of `sink`.
 
         Args:
             sink: the fixed choice that reads the results.

@@ -28,7 +28,8 @@ BLOCK_BYTES = 100 * 2**20
 def decode(
     intra: IntraOp, assignment: Sequence[int], submesh: tuple[int, int], predicted: Predicted
 ) -> StagePlan:
-    """Return the stage plan of an assignment (strategy index per choice of `intra.problem`).
+    """Return the stage plan of an assignment (strategy index per choice of `intra.problem`), with
+    first device 0.
 
     Args:
         submesh: (nodes, devices per node) of the stage.
@@ -134,7 +135,9 @@ class Message:
 
 
 def collectives(intra: IntraOp, assignment: Sequence[int]) -> tuple[Collective, ...]:
-    """Return all collectives of an assignment per step, summed by kind, mesh axis and phase."""
+    """Return all collectives of an assignment per step, summed by kind, mesh axis and phase, and
+    sorted by these.
+    """
     totals: dict[tuple[str, int, str], _CollectiveTotal] = defaultdict(_CollectiveTotal)
     for moved, message in _moved_tensors(intra, assignment):
         totals[message.kind, message.axis, message.phase].add(moved, message, intra)
@@ -358,8 +361,8 @@ def busy_seconds(intra: IntraOp, assignment: Sequence[int]) -> tuple[float, floa
 
 
 def working_bytes(intra: IntraOp, assignment: Sequence[int], begins: bool = False) -> float:
-    """Return the temporary bytes on top of what is saved: the largest op with its gradients, in
-    addition to gathered parameters.
+    """Return the temporary bytes on top of what is saved: the largest op with its gradients, twice
+    the largest gathered parameter, and `fetched_bytes`.
 
     Args:
         begins: gradients are made, not added to earlier ones: parameters that only earlier ops read
@@ -399,6 +402,8 @@ def parameter_bytes(intra: IntraOp, assignment: Sequence[int]) -> dict[str, floa
 def read_last(intra: IntraOp) -> list[list[int]]:
     """Return, per op, the parameters that no later op reads: its backward makes the first of their
     gradients.
+
+    A parameter that no op reads is in no list.
     """
     last_read: list[list[int]] = [[] for _ in intra.ops]
     for index, parameter in enumerate(intra.step.parameters):
@@ -442,6 +447,9 @@ class _Gathering(NamedTuple):
 def bytes_ahead(intra: IntraOp, assignment: Sequence[int], headroom: float) -> int:
     """Return `StagePlan.prefetched_bytes` of an assignment: the bytes of gathered parameters that
     are in flight or wait for their use.
+
+    Tried are 0 and the largest gather's bytes times powers of two: the smallest that is within 0.5
+    % of the fastest forward is returned.
 
     Args:
         assignment: option of every parameter, then of every op.

@@ -163,7 +163,8 @@ def _gained(making: np.ndarray, meta: TensorMeta, ends: ValueEnds, mesh: Logical
 def _most_chunks(
     ends: ValueEnds, shape: tuple[int, ...], mesh_shape: tuple[int, ...]
 ) -> np.ndarray:
-    """Return [source, target] the largest number of chunks in which a matmul's result is summed.
+    """Return [source, target] the largest number of chunks in which a matmul's result is summed; 0
+    if it is not summed between these layouts. The array is read-only.
 
     Args:
         ends: the layouts.

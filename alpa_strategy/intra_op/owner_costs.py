@@ -38,7 +38,7 @@ def full_update_cost(
     costs: OpCosts,
     optimizer: OptimizerInfo,
 ) -> FullUpdateCost:
-    """Return one device's share of an update.
+    """Return (seconds, number of elements) of one device's share of an update.
 
     Args:
         update: of the parameter.

@@ -199,7 +199,8 @@ def presolve(problem: Problem) -> Presolved:
 
 def restrict_strategies(problem: Problem, live: Sequence[np.ndarray]) -> Problem:
     """Return the problem with only the strategies `live[c]` of each choice c, and transfers with
-    only the layouts that these still have.
+    only the layouts that these still have. Transfers that cost no seconds and no bytes any more are
+    left out.
 
     Costs may have a leading axis for several problems. Choices and transfers that share arrays
     share them in the result.

@@ -358,7 +358,8 @@ class StepGraph:
         return *self.buffers, *self.constants
 
     def part(self, ops: Sequence[Op], leaving: Iterable[int] = ()) -> "StepGraph":
-        """Return the graph of some of the ops, without records.
+        """Return the graph of some of the ops, without records, updates of buffers, and values
+        received from or sent to other stages.
 
         Its inputs are those that the ops read or that leave it.
 
@@ -414,7 +415,8 @@ class StepGraph:
     def dtypes_read(self) -> dict[str, torch.dtype]:
         """Parameter name -> the dtype in which the step uses it.
 
-        That is a half-precision dtype if all uses cast the parameter to it, else its stored dtype.
+        That is a half-precision dtype if all uses cast the parameter to it and it does not leave
+        the graph, else its stored dtype.
         """
         leaving = {*self.escaping, *self.sent}
         dtypes: dict[str, torch.dtype] = {}
@@ -454,7 +456,8 @@ class StepGraph:
         return values.intersection(self.makers)
 
     def values_of_constants(self, is_repeatable: Callable[[OpCall], bool]) -> frozenset[int]:
-        """Return buffers, constants, and the values that are computed from these alone.
+        """Return buffers, constants, received constants, and the values that are computed from
+        these alone.
 
         Args:
             is_repeatable: whether a call has the same results for the same operands.
@@ -481,7 +484,8 @@ class StepGraph:
 
     @cached_property
     def last_readers(self) -> dict[int, int]:
-        """Value index -> index of the last op that reads it, or -1; of all results of ops.
+        """Value index -> index of the last op that reads it, or -1 if none does; of all results of
+        ops.
 
         A record reads its values when the last of them has been computed.
         """

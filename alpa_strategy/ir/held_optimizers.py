@@ -31,6 +31,8 @@ def optimizers_in(optimizer: Optimizer) -> list[Optimizer]:
 def held_by(optimizer: Optimizer) -> list[Optimizer]:
     """Return the optimizers in attributes of this one, and in lists, tuples and dictionaries that
     are its attributes.
+
+    Each is listed once. `_OF_PARAMETERS` are attributes that are not searched.
     """
     held: list[Optimizer] = []
     for name, value in vars(optimizer).items():

@@ -224,7 +224,8 @@ class AxisStrategy:
 
     @classmethod
     def parse(cls, text: str) -> "AxisStrategy":
-        """Return the strategy of a text such as `S0,R*->S0`, without collectives.
+        """Return the strategy of a text such as `S0,R*->S0`, without collectives. A name after `@`
+        is the implementation.
 
         Raises:
             ShardingError: a placement is none.
@@ -393,7 +394,7 @@ def rebuild(
 
     Args:
         operands, results: their metadata.
-        changes: argument name -> its new value.
+        changes: argument name -> its new value; names that the target lacks are ignored.
     """
     args = list(call.args)
     kwargs = dict(call.kwargs)

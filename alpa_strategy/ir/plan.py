@@ -583,7 +583,8 @@ def _check_mesh_shape(shape: tuple[int, ...], path: str) -> None:
     """Check a mesh shape that was read from a file.
 
     Raises:
-        PlanError: it is empty or impossible; `path` names the place in the file.
+        PlanError: it is empty, a size is below 1, or there are more than `MAX_DEVICES` devices;
+            `path` names the place in the file.
     """
     if not shape:
         raise PlanError(f"{path} has 0 numbers, expected at least 1", plan_file.FIX)

@@ -53,7 +53,7 @@ class PlanCompanion(Generic[T]):
         return path.with_name(f"{path.name.removesuffix('.json')}.{self.key}.gz")
 
     def save(self, path: Path, content: T) -> None:
-        """Write the file, atomically. Raises OSError."""
+        """Write `content` to the file as gzipped JSON, atomically. Raises OSError."""
         data = plan_file.to_json_data(self.content, content)
         text = json.dumps({self._version_key: self.version, **data})
         with replacing(path, durable=self.durable) as temporary:

@@ -192,6 +192,8 @@ def _field_types(kind: Any) -> dict[str, Any]:
 def _read_fields(kind: Any, data: dict[str, Any], path: str) -> Any:
     """Return an object of the data class `kind`. Fields of `data` that it lacks are ignored.
 
+    `_OPTIONAL_FIELDS` may be missing: they get their defaults.
+
     Args:
         path: of `data` in the plan file, for the message.
 

@@ -72,8 +72,8 @@ def slice_stage(step: StepGraph, first: int, last: int) -> StepGraph:
 def stage_on(step: StepGraph, first: int, last: int, num_devices: int) -> StepGraph:
     """Return `slice_stage` as it is planned and lowered on a mesh of `num_devices`.
 
-    The batch's samples arrive divided over the stage's devices if they divide evenly, else in full
-    (`batch_scope`).
+    The batch's samples arrive divided over the stage's devices if they divide evenly and are those
+    of each rank in `step`, else in full (`batch_scope`). Raises ValueError as `slice_stage`.
     """
     stage = slice_stage(step, first, last)
     even = all(leaf.meta.shape[0] % num_devices == 0 for leaf in stage.batch if leaf.batch_dim == 0)

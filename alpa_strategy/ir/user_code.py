@@ -79,7 +79,7 @@ def user_frame() -> str:
 def own_line() -> str:
     """Return `file:line: code` of the innermost frame of the running stack in the user's project.
 
-    If there is none, the frame may be in an installed package.
+    If there is none, the frame may be in an installed package; without any, it is `line unknown`.
     """
     frame = _user_frame(sys._getframe(1))
     while frame is not None and is_installed(frame.f_code.co_filename):
@@ -131,7 +131,10 @@ def _is_pythons(path: str) -> bool:
 
 
 def user_line(traceback: TracebackType | None) -> str:
-    """Return `file:line: code` of the innermost user frame of an exception's traceback."""
+    """Return `file:line: code` of the innermost user frame of an exception's traceback.
+
+    It is `line unknown` if there is none.
+    """
     innermost = None
     for frame, line in walk_tb(traceback):
         if is_user_file(frame.f_code.co_filename):
@@ -347,7 +350,9 @@ def _named_values(function: types.FunctionType, names: set[str], owner: Any) -> 
 
 
 def imported_in(function: types.FunctionType) -> list[types.ModuleType]:
-    """Return the user's modules that the code of a function may import in its body."""
+    """Return the user's modules that the code of a function may import in its body; only modules
+    that are imported already.
+    """
     package = function.__globals__.get("__package__") or ""
     modules = []
     for name in code_names(function.__code__):
@@ -367,7 +372,8 @@ def functions_of(value: Any, names: set[str]) -> Iterator[Any]:
     """Yield the user's functions that code with `names` may call through `value`.
 
     Args:
-        value: a function, a module, a class, an object, or a container of these.
+        value: a function, a module, a class, an object, or a container of these; larger ones than
+            `_MAX_ITEMS` are not searched.
     """
     if isinstance(value, list | tuple | dict) and len(value) <= _MAX_ITEMS:
         # A subclass's own `values` may compute them.

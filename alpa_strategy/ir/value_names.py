@@ -12,7 +12,9 @@ _LINE = re.compile(r"(?P<path>.+?):(?P<line>\d+)(?::|$)")
 
 
 def maker_names(step: StepGraph) -> dict[int, str]:
-    """Return value -> name of the parameter, buffer, batch leaf or op that makes it."""
+    """Return value -> name of the parameter, buffer, batch leaf or op that makes it; `constant`, or
+    `v<value> of an earlier stage`, for others.
+    """
     names = {parameter.value: parameter.name for parameter in step.parameters}
     names.update({buffer.value: buffer.name for buffer in step.buffers})
     names.update({leaf.value: f"batch[{leaf.leaf}]" for leaf in step.batch})

@@ -66,7 +66,7 @@ def local_folder(trainer: Any) -> Path:
 
 
 def path_or_url(path: str | Path) -> Path | str:
-    """Return a local path, or the URL that is given.
+    """Return a local path, or the URL that is given, without a `/` at its end.
 
     Raises:
         SetupError: the library for the URL is missing, or its scheme is unknown.

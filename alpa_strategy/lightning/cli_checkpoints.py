@@ -55,7 +55,7 @@ def _reading_directories(parse: Callable[[Any], None]) -> Callable[[Any], None]:
 @contextmanager
 def _hyper_parameters_file(directory: str | Path) -> Iterator[str]:
     """Context with the path of a temporary file that has the hyperparameters of a checkpoint, and
-    nothing else.
+    nothing else. Raises CheckpointError if the checkpoint is incomplete.
     """
     checkpoint = open_checkpoint(directory, weights_only=True)
     content = {HYPER_PARAMETERS: checkpoint.get(HYPER_PARAMETERS, {})}

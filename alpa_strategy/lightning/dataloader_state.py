@@ -19,7 +19,8 @@ from torch.utils import _pytree as pytree
 
 
 def random_state() -> dict[str, Any]:
-    """Return the states of Python's, NumPy's and PyTorch's default generators.
+    """Return the states of Python's, NumPy's and PyTorch's default generators, and that of the
+    current GPU if CUDA is initialized.
 
     The values are tensors, numbers and strings only.
     """

@@ -290,7 +290,9 @@ class ReplicaChecksum:
             )
 
     def _lines(self) -> dict[str, str]:
-        """Return where steps write to parameters, by name, for messages. Collective."""
+        """Return where steps write to parameters, as texts by name, for messages: the first rank's
+        that knows one. Collective.
+        """
         local_lines = {}
         lines = {} if self._writes is None else self._writes.lines
         for parameter, line in lines.items():
@@ -364,6 +366,8 @@ class GradientCheck:
     def finish(self, gradients: Mapping[str, Tensor | None], step: int) -> None:
         """Report losses and gradients that are not finite, at the first of such steps; else
         compare. Collective.
+
+        What was recorded of the step is dropped.
 
         Args:
             gradients: reduced, by the parameters' names.

@@ -41,6 +41,8 @@ def _reader(read: Callable[..., Any], for_module: bool) -> Callable[..., Any]:
     """Return a function that does what `read` does, and reads this package's directories as well,
     with their tensors in memory.
 
+    That function raises CheckpointError if a checkpoint is incomplete or cannot be read.
+
     Args:
         read: Lightning's reader of files.
         for_module: optimizers' state may stay on disk, and whatever is read must be a module's
@@ -82,6 +84,9 @@ def _load_file(
         read: Lightning's reader.
         map_location, weights_only: its arguments, as of `torch.load`.
         for_module: whether it is a module's checkpoint, whose tensors are then checked.
+
+    Raises:
+        CheckpointError: it cannot be read.
     """
     if is_url(path):
         if str(path).startswith("http"):

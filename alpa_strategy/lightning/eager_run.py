@@ -243,7 +243,10 @@ class EagerRun(ShardedRun):
         self._adapted.enter_context(patched(norms))
 
     def _shard_on_use(self) -> None:
-        """Gather each module's sharded parameters while it runs."""
+        """Gather each module's sharded parameters while it runs.
+
+        Raises SetupError if the extra that does it is switched off.
+        """
         store = self.store
         extra = EAGER_SHARDING.required("an eager step")
         self._gradients = extra.sharded_gradients(self.module, store, self._owner_steps, self.meet)
@@ -258,6 +261,8 @@ class EagerRun(ShardedRun):
 
     def _checkpoint_activations(self, limit: float) -> None:
         """Checkpoint the activations of the modules that the user named, or of those that have to.
+
+        Does nothing without optimizers, nor if `remat` is not set and steps are compiled.
 
         Args:
             limit: bytes of a device that may be used.

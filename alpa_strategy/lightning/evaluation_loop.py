@@ -99,7 +99,7 @@ class EvaluationLoop:
         """Note that the step of batch `batch_idx` of a dataloader (None: the only one) has run.
 
         After the last batch of a dataloader, the ranks' logs are reduced and the ranks compare
-        which dataloader comes next. That is collective.
+        which dataloader comes next. That is collective. Nothing happens if the loop is not watched.
         """
         loader = dataloader_idx or 0
         if (

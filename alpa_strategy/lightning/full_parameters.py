@@ -137,8 +137,8 @@ class FullParameters:
                 _set_tensors(full)
 
     def _gather(self, with_gradients: bool) -> None:
-        """Give every parameter its full data, and its full gradient if `with_gradients`.
-        Collective.
+        """Give every parameter its full data, and its full gradient if `with_gradients`. The shards
+        are kept for `_write_back`. Collective.
         """
         self.before_gather()
         store = self.store

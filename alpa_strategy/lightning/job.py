@@ -96,7 +96,9 @@ class Job:
 
     @property
     def step_devices(self) -> tuple[int, int]:
-        """The number of nodes, and of devices per node, that run a captured step."""
+        """The number of nodes, and of devices per node, that run a captured step: those of one
+        replica if there are replicas.
+        """
         num_replicas = 1 if self.replica is None else self.replica.count
         num_nodes = max(1, self.num_nodes // num_replicas)
         num_devices = self.num_nodes * self.devices_per_node // num_replicas

@@ -19,7 +19,8 @@ class LoaderOrder:
         self._divides_rows: bool | None = None
 
     def use(self, trainer: Any, world_size: int) -> None:
-        """Let the Trainer divide samples between ranks if there are several.
+        """Let the Trainer divide samples between ranks if there are several, unless the user has
+        switched `use_distributed_sampler` off.
 
         To be called when a run begins, before any loader is made.
         """

@@ -74,8 +74,8 @@ class LoggerReport:
             _store_page(logger, plan)
 
     def _log_metrics(self, run: "ShardedRun", seconds: float) -> None:
-        """Log seconds, memory and rate of a step beside what was predicted, to all loggers of the
-        Trainer.
+        """Log seconds, memory (planned; allocated on GPUs only) and rate of a step beside what was
+        predicted, to all loggers of the Trainer.
         """
         metrics = {
             "step_seconds": seconds,

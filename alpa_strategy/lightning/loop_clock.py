@@ -44,7 +44,10 @@ class LoopClock:
             self._outside_since = None
 
     def end_step(self) -> None:
-        """Note that the next training step begins: the seconds so far belong to the last one."""
+        """Note that the next training step begins: the seconds so far belong to the last one.
+
+        Does nothing once enough steps were watched.
+        """
         if not self.is_done:
             self._steps.append(self._outside)
             self._outside = 0.0

@@ -267,7 +267,9 @@ def _callback_states(trainer: Any) -> dict[str, Any]:
 
 
 def _load_weights(module: pl.LightningModule, path: Path) -> None:
-    """Load a worker's weights and remove their file."""
+    """Load a worker's weights and remove their file. Layers that only workers have built are built
+    by `configure_model` first; other names without a match are ignored.
+    """
     weights = torch.load(path, weights_only=True)
     path.unlink()
     names = module.state_dict().keys()

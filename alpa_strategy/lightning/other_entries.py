@@ -44,7 +44,7 @@ def other_package_error() -> SetupError:
 
 
 def wrap_other_entries() -> None:
-    """Wrap the constructors, also of a package that is imported later."""
+    """Let `Fabric` and Trainers of `OTHER_PACKAGE`, also if it is imported later, refuse alpa."""
     refuse_alpa(Fabric, fabric_error)
     if OTHER_PACKAGE in sys.modules:
         _refuse_in_other_package(sys.modules[OTHER_PACKAGE])
@@ -53,7 +53,9 @@ def wrap_other_entries() -> None:
 
 
 def refuse_alpa(kind: type, error: Callable[[], Exception]) -> None:
-    """Let the constructor of `kind` raise `error()` if its argument `strategy` is alpa."""
+    """Let the constructor of `kind` raise `error()` if its argument `strategy` is alpa. Does
+    nothing if it does so already.
+    """
     original: Any = kind.__init__  # type: ignore[misc]
     if hasattr(original, "_refuses_alpa"):
         return

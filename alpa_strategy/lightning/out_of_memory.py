@@ -66,7 +66,8 @@ def memory_of(device: torch.device) -> DeviceMemory:
 
 
 def memory_note(plan: Plan | None, rank: int, memory: DeviceMemory) -> str:
-    """Return the text of the note.
+    """Return the text for the user after memory ran out: planned and used bytes, and what to
+    change.
 
     Args:
         plan: of the step that failed; None: nothing was planned yet.

@@ -202,7 +202,9 @@ class ParallelJob(DDPStrategy):
     # The end
 
     def tell_others(self, exception: BaseException) -> None:
-        """Publish the `exception` with which this rank fails, so that the others end as well."""
+        """Publish the `exception` with which this rank fails, so that the others end as well.
+        Nothing is published in a notebook, nor of a KeyboardInterrupt.
+        """
         # The notebook ends the other workers, and shows the exception.
         if self._start_method == "fork":
             return

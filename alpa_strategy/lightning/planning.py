@@ -520,7 +520,9 @@ def check_optimizer(optimizer: OptimizerInfo, stages: tuple[StagePlan, ...]) -> 
 
 
 def _measured_stage_costs(task: PlanTask, job: Job) -> RooflineCosts:
-    """Return costs after timing ops in the shapes of micro-batches, on one device and on a node."""
+    """Return costs after timing ops in the shapes of likely numbers of micro-batches that can split
+    the step, on one device and on a node.
+    """
     from alpa_strategy.planner.microbatch_search import microbatch_counts
 
     cluster = task.cluster
@@ -585,7 +587,9 @@ def _timed(
 
 
 def local_calls(step: StepGraph, mesh_shape: tuple[int, ...]) -> set[OpCall]:
-    """Return the ops of the step in local shapes, under all strategies on a mesh of this shape."""
+    """Return the ops of the step in local shapes, under all strategies on a mesh of this shape;
+    without strategies that need another implementation.
+    """
     origin = (0,) * len(mesh_shape)
     local_calls = set()
     for call in {op.call for op in step.ops}:

@@ -70,7 +70,8 @@ class StepConsensus:
         """Whether every rank has the same program for its batch, and the same numbers.
 
         Collective over the group, in host memory. Afterwards `self.buffers_changed` is whether any
-        rank passed True for `buffers_changed`; it does not change the result.
+        rank passed True for `buffers_changed`; it does not change the result. A single rank
+        compares nothing and leaves the attribute as it was.
 
         Args:
             key: of the batch's shape, as of `shape_key`.

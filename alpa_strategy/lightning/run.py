@@ -288,7 +288,8 @@ class Run(ShardedRun):
         return sum(parameter.nbytes for parameter in self.store.parameters) >= LEAST_TO_CLEAR
 
     def _clear_gradients(self, batch_idx: int) -> None:
-        """Clear the last step's gradients before the forward, if no hook reads them until then.
+        """Clear the last step's gradients before the forward of an optimizer step's first batch, if
+        this run clears early and no hook reads them until then.
 
         The Trainer clears them after it, when they would add to the memory of activations.
         """
@@ -473,8 +474,9 @@ class Run(ShardedRun):
     def _program(self, step: StepGraph) -> StepProgram:
         """Return the program of a step, planned if it differs from the first one.
 
-        A step of another shape or content gets a plan with the running plan's parameters. If a
-        pipeline cannot run it, every rank computes all of it, and rank 0 warns.
+        A smaller batch runs under the same plan if it can (`plan_on_smaller_batch`). Another step
+        of another shape or content gets a plan with the running plan's parameters. If a pipeline
+        cannot run it, every rank computes all of it, and rank 0 warns.
 
         Raises:
             PlanError: the step has no plan, and no pipeline runs.
@@ -517,7 +519,10 @@ class Run(ShardedRun):
         return changed
 
     def _measure(self) -> None:
-        """Record when a step begins; after some, report their seconds and the predicted ones."""
+        """Record when a step begins; after some, report their seconds and the predicted ones.
+
+        Does nothing afterwards.
+        """
         count = len(self._step_starts)
         if count > MEASURED_STEPS.stop:
             return
@@ -544,7 +549,7 @@ class Run(ShardedRun):
         return self.measured_step_seconds
 
     def _report_measured(self, starts: Sequence[float]) -> None:
-        """Say how long a step takes against the prediction.
+        """Say how long a step takes against the prediction, and store both as attributes.
 
         Args:
             starts: when steps began, and when the last one ended; on GPUs both ends were waited

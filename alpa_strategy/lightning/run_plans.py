@@ -63,7 +63,8 @@ class RunPlans:
         return None
 
     def report_new_plan(self, wanted: Fingerprint, why: str | None = None) -> None:
-        """Tell the user that the run is resumed under another plan than the checkpoint's.
+        """Tell the user that the run is resumed under another plan than the checkpoint's; nothing
+        if there is no checkpoint's, or it was used.
 
         Args:
             why: the checkpoint's plan cannot be used; None: what it was made for differs.

@@ -149,6 +149,9 @@ class Session:
 
         Returns:
             The run, which is the session's from now on.
+
+        Raises:
+            AlpaError: the step cannot be captured or planned, or the checkpoint cannot be read.
         """
         # Planning and the runtime are imported with the first batch, not with the package.
         with without_collections():
@@ -385,7 +388,9 @@ class Session:
         return output
 
     def _shard_for_evaluation(self, module: Any) -> None:
-        """Shard the parameters of a module that is only evaluated, so that none is stored full."""
+        """Shard the parameters of a module that is only evaluated (ZeRO-3), so that none is stored
+        full, and print the plan.
+        """
         from alpa_strategy.lightning.eager_run import EagerRun
         from alpa_strategy.lightning.sharded_run import RunInputs
 
@@ -505,7 +510,8 @@ def _is_reason(why: BaseException | None, error: Exception) -> bool:
 
 
 def _show_plan(run: "ShardedRun", job: Job, process_bytes: int = 0) -> None:
-    """Print the plan of a run, if this rank prints.
+    """Print the plan of a run, if this rank prints; not of a run that only records calls of
+    submodules.
 
     Args:
         process_bytes: of host memory that the process takes in addition to the plan's tensors.

@@ -260,7 +260,11 @@ class ShardedRun(ABC):
         return self._by_bucket[0] if can_step_in_parts(self.optimizers[0]) else None
 
     def sync(self, enabled: bool) -> None:
-        """Set whether the next backward reduces gradients; else they stay local and accumulate."""
+        """Set whether the next backward reduces gradients; else they stay local and accumulate.
+
+        They are reduced in any case by a pipeline, where parameters are gathered on use, and if an
+        `on_after_backward` hook may read them.
+        """
         self.syncs = enabled
         # A pipeline reduces the gradients of each of its steps. Parameters that are gathered on use
         # accumulate reduced shards.
@@ -320,7 +324,9 @@ class ShardedRun(ABC):
             self.on_use.end_step()
 
     def stepping(self) -> AbstractContextManager[None]:
-        """Return a context of an optimizer's step, to be entered at once; `stepped` ends it."""
+        """Return a context of an optimizer's step, to be entered at once; `stepped` ends it. A
+        backward of manual optimization is finished first.
+        """
         # With manual optimization, after `loss.backward()`.
         if self.store.awaits_finish:
             self.end_of_backward()
@@ -333,7 +339,10 @@ class ShardedRun(ABC):
         return self.measured_step_seconds
 
     def stepped(self) -> None:
-        """Finish an optimizer's step. Collective at the steps at which replicas are compared."""
+        """Finish an optimizer's step. Collective at the steps at which replicas are compared.
+
+        Raises RuntimeMismatchError if copies differ.
+        """
         for by_bucket in self._by_bucket:
             by_bucket.end()
         self.store.after_optimizer_step()
@@ -378,7 +387,9 @@ class ShardedRun(ABC):
 
     def start_evaluation(self) -> None:
         """Prepare a loop over evaluation batches: full parameters, or gathered on use if memory is
-        short. Collective.
+        short; nothing if none are sharded. Collective.
+
+        Raises SetupError if memory is short and the extra is switched off.
         """
         # Every rank loads all samples.
         if self._job.options.batch_scope == "global" and self._job.replica is None:
@@ -466,7 +477,10 @@ class ShardedRun(ABC):
     # Hooks of the Trainer, and the end of the run
 
     def adapt_trainer(self, trainer: Any) -> None:
-        """Let hooks see full parameters and gradients, and the plugin clip by full norms."""
+        """Let hooks see full parameters and gradients, and the plugin clip by full norms.
+
+        Raises AlpaError if a callback needs full parameters that do not fit.
+        """
         if self.store.sharded_parameters or not self.plan.is_eager:
             self._adapted.enter_context(
                 use_whole_norms(trainer.precision_plugin, self.full_parameters)

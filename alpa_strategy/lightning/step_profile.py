@@ -74,7 +74,9 @@ class StepProfile:
         return self._num_batches > self._end
 
     def begin_batch(self, run: "ShardedRun") -> None:
-        """Count a training batch that begins. Collective at the first and after the last step."""
+        """Count a training batch that begins; start the profile at the first of the profiled ones,
+        and end it after the last. Collective at the first and after the last step.
+        """
         number = self._num_batches
         self._num_batches += 1
         self._step.close()
@@ -211,6 +213,8 @@ class StepProfile:
     def _report(self, run: "ShardedRun", slices: list[Any]) -> None:
         """Gather the recorded slices of all ranks; the first rank writes the trace and prints the
         table of measured steps. Collective.
+
+        A trace that cannot be written gives a warning on that rank.
         """
         group = run.group
         rank = rank_in(None)

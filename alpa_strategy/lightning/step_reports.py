@@ -103,7 +103,9 @@ class StepReports:
         plan: Plan,
         measured: MeasuredSteps | None = None,
     ) -> None:
-        """Write the page of a plan file, and print its path if there is a run to print it."""
+        """Write the page of a plan file, and print its path, or why it cannot be written, if there
+        is a run to print it.
+        """
         started = time.perf_counter()
         try:
             line = f"alpa: the plan's page is {self.pages.write(path, plan, measured)}"

@@ -72,6 +72,9 @@ def lower_stage(
     one per recompute segment. Args: as of `lower`.
 
     Programs that run once per step are not compiled.
+
+    Raises:
+        PlanError: the plan file is of a version that lacks the execution.
     """
     graphs = stage_graphs(step, stage, execution_of(stage).per_step_ops)
     per_step_programs: list[LoweredStep] = []

@@ -39,7 +39,7 @@ class MatmulSpec:
         Args:
             rows: the input, [*batch, k].
             weight: [n, k] or [segments, n, k].
-            bias: [n] or [segments, n].
+            bias: [n] or [segments, n]; ignored unless `adds_bias` is set.
         """
         matrix = self._matrix(weight)
         flat_bias = None

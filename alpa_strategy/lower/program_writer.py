@@ -109,7 +109,7 @@ class ProgramWriter:
             self.namespace[f"v{constant.value}"] = constant.tensor.to(self.device)
 
     def _read_execution(self) -> None:
-        """Read what the plan says of the program besides layouts.
+        """Read what the plan says of the program besides layouts, and set it as attributes.
 
         Raises:
             PlanError: the plan file is of a version that did not have it.

@@ -45,6 +45,8 @@ class RingAttention(torch.autograd.Function):
 
         Args:
             comm: the axis that shards the sequence.
+            query, key, value: this device's chunks, [batch, heads, rows, width]; keys may have
+                fewer heads.
             causal: whether row r sees columns up to r only.
             scale: factor of query times key.
         """

@@ -135,7 +135,8 @@ def segment_options(options: Mapping[str, Any]) -> dict[str, Any]:
     a full net.
 
     A segment's results keep the strides of eager PyTorch. Convolutions in another layout would be
-    copied at each end, and gradients in that layout slow down what runs between segments.
+    copied at each end, and gradients in that layout slow down what runs between segments. Options
+    for another backend are returned as a copy. A `mode` is replaced by its options.
     """
     if options.get("backend", "inductor") != "inductor":
         return dict(options)

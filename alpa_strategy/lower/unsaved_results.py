@@ -10,7 +10,10 @@ from alpa_strategy.ir.op import map_slots, with_slots
 
 
 def without_saving(target: Callable[..., Tensor], is_stored: bool) -> Callable[..., Tensor]:
-    """`target`, whose result is not saved for the backward of other ops (`SavedTensorHooks`).
+    """Return `target` as a function whose result is not saved for the backward of other ops.
+
+    This needs active hooks (`SavedTensorHooks`) and a result that requires a gradient; else nothing
+    changes.
 
     Args:
         is_stored: whether the result is offloaded to host memory; else it is recomputed.

@@ -27,7 +27,8 @@ def memory_of_devices(plan: Plan) -> list[dict[str, Any]]:
 def parts_within(stage: StagePlan, memory: StageMemory) -> dict[str, list[list[Any]]]:
     """Return the items of which the parts of a stage's memory are made: part -> [[text, bytes]].
 
-    The bytes of a part's items sum to the part. Parts of a single item are left out.
+    The bytes of a part's items sum to the part. Parts of a single item are left out. So are parts
+    whose items have more bytes than the part.
     """
     within = {}
     for part, items in _items(stage.predicted.memory, memory).items():

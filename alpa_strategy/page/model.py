@@ -242,7 +242,9 @@ def _stage(index: int, stage: StagePlan, details: StageDetails | None) -> dict[s
 
 
 def _parameters_of_plan(stage: StagePlan) -> list[dict[str, Any]]:
-    """Return name, shape and placements of the stage's parameters, as JSON data."""
+    """Return name, shape, placements, number of segments, and whether it is in host memory, of each
+    parameter of the stage, as JSON data.
+    """
     parameters = []
     for name, plan in stage.parameter_plans.items():
         parameters.append(

@@ -53,7 +53,8 @@ def drawn_schedule(plan: Plan) -> DrawnSchedule | None:
 def messages_of(
     actions: Sequence[TimedAction], boundary: Sequence[float]
 ) -> tuple[TimedMessage, ...]:
-    """Return the messages between stages, by their start. A link transfers one at a time.
+    """Return the messages between stages, by their start. A link transfers one at a time. Messages
+    that take no time are left out.
 
     Args:
         actions: of all meshes.

@@ -10,7 +10,8 @@ from alpa_strategy.planner.task import PlanTask
 
 
 def store_plan(path: str | Path, plan: Plan, task: PlanTask, origin: Origin | None = None) -> Path:
-    """Write a plan file, its details and its page, and return the path of the page.
+    """Write a plan file, its details (if `details_of` has any) and its page, and return the path of
+    the page.
 
     Args:
         path: of the plan file.

@@ -74,7 +74,8 @@ def build_pipeline(
 
     `Pipeline.step` takes the batch in the order of `micro.graph.batch`, and the values of
     `micro.from_prologue` by their numbers. It returns the values of `micro.graph.escaping`;
-    prologue and epilogue of `MicroStep` are not part of it.
+    prologue and epilogue of `MicroStep` are not part of it. If the schedule splits the backward,
+    stages run uncompiled, with a warning if a compiler was given.
 
     Args:
         module: the user's module.

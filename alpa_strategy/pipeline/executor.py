@@ -322,7 +322,8 @@ class Pipeline:
         return results
 
     def _combined(self, value: int, escaped: Mapping[int, Values]) -> Tensor:
-        """Combine the values of all micro-batches: their sum, or their samples in one tensor.
+        """Combine the values of all micro-batches: their sum, their samples in one tensor, or else
+        the last one's value.
 
         Args:
             value: an escaping value.
@@ -425,7 +426,9 @@ class Delivery:
         self.transfer = transfer(plans)
 
     def sources(self, batch: Sequence[Tensor]) -> list[Tensor]:
-        """Return for each plan this rank's samples of the micro-batch."""
+        """Return for each plan this rank's samples of the micro-batch; the full tensor if it is not
+        split, or if micro-batches have whole ranks.
+        """
         micro = self._spec.micro
         sources = []
         for index, position in enumerate(self._tensors):
@@ -537,8 +540,10 @@ class SharedSum:
         return [[grad]] * len(self.transfers)
 
     def add(self, arrived: Sequence[list[Tensor]]) -> None:
-        """Sum the gradients in the order of the uses, the same on all meshes, so that the copies of
-        the parameter stay equal bit by bit.
+        """Set `.grad` of this rank's parameter, if it has one, to the sum of all gradients.
+
+        They are added in the order of the uses, the same on all meshes, so that the copies of the
+        parameter stay equal bit by bit.
 
         Args:
             arrived: the tensors of each transfer.

@@ -76,7 +76,8 @@ class PerStepValues:
         self, name: str, parameters: Mapping[str, Tensor], buffers: Mapping[str, Any]
     ) -> dict[str, Tensor]:
         """Return all values of the program that computes `name`, connected to the graph of
-        `parameters`.
+        `parameters`; detached if none is trained or gradients are disabled. The program runs at the
+        first call of a step.
 
         Args:
             name: of a value.

@@ -249,14 +249,16 @@ class StageRun:
         loss_scale: Tensor,
         in_halves: bool,
     ) -> Values:
-        """Run the backward of a segment, and return the gradients of the values that it read.
+        """Run the backward of a segment, and return the gradients of the values that it read; those
+        without a gradient are left out.
 
         Args:
             graph: of the segment.
             inner_grads: gradients of values made for later segments; those of this one are removed.
             sent_grads: gradients of values sent to other stages.
             loss_scale: gradients are those of the loss times this.
-            in_halves: whether `weights` computes the gradients of the weights.
+            in_halves: whether `self.weights`, which is set here, computes the gradients of the
+                weights.
         """
         pairs = []
         for value, edge in graph.passed_on.items():

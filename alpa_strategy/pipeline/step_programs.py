@@ -145,6 +145,10 @@ class PlanRuntime:
         Args:
             step: that was captured.
             plan: of the step, with the parameters in the layouts of this runtime's plan.
+
+        Raises:
+            PlanError: the step cannot be split into the plan's micro-batches, or run by its
+                schedule.
         """
         if not self._plan.is_pipelined:
             return self._direct_program(step, plan.stages[0])
@@ -391,7 +395,9 @@ def _has_updates_of_ranks(step: StepGraph) -> bool:
 
 
 def step_buffers(module: nn.Module, step: StepGraph, counters: Mapping[str, int]) -> dict[str, Any]:
-    """Return the buffers of a program of `step`: the module's by name, and the counters."""
+    """Return the buffers of a program of `step`: the module's by name, copies of those in
+    `kept_buffers`, and the counters.
+    """
     buffers: dict[str, Any] = buffers_of(module, step)
     for name in step.kept_buffers:
         buffers[name] = buffers[name].clone()
@@ -402,6 +408,8 @@ def step_buffers(module: nn.Module, step: StepGraph, counters: Mapping[str, int]
 def batch_rows(step: StepGraph, leaves: Leaves) -> list[Tensor]:
     """Return the batch's tensors in the order of `step.batch`: this rank's, or those of all ranks
     (`batch_scope="global"`).
+
+    This rank's item of a batch of numbers becomes a tensor of shape [1].
     """
     tensors = []
     for entry in step.batch:

@@ -57,7 +57,7 @@ def best_solved(
     If a plan turns out slower than its candidate's estimate, as plans of stages do that do not fit
     as they were priced, candidates with the same schedule on the same submeshes are expected to be
     slower by the same factor. Without that, all of them would be solved before another schedule
-    whose estimate is right.
+    whose estimate is right. At most `MAX_SOLVED_CANDIDATES` are solved.
 
     Args:
         candidates: those to begin with.
@@ -113,7 +113,8 @@ def solved_plan(
         submeshes: those that `candidate.stages` index.
 
     Raises:
-        PlanError: a stage does not fit, or stages on one mesh do not fit together.
+        PlanError: a stage does not fit (`stage` of the error is its index), or stages on one mesh
+            do not fit together.
     """
     job = candidate.job
     if candidate.solved:

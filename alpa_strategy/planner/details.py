@@ -157,6 +157,9 @@ def _assignment(intra: IntraOp, stage: StagePlan, num_strategies: Sequence[int])
     Args:
         num_strategies: of each op, without those that recompute its result. Where there are such,
             they are taken.
+
+    Raises:
+        PlanError: the plan has a layout that is not among the problem's.
     """
     assignment = [0] * len(intra.problem.choices)
     for index, parameter in enumerate(intra.step.parameters):
@@ -244,7 +247,9 @@ class _StageDetails:
             self._transfers_of[transfer.producer].append(index)
 
     def _collect_messages(self) -> None:
-        """Sort the communication of the stage by the op that it belongs to."""
+        """Sort the communication of the stage by the op that it belongs to, in
+        `self._messages_of_op`. That of parameters is left out.
+        """
         for resharding, message in transfer_messages(self._intra, self._assigned.assignment):
             first, value, source, target = resharding
             # A value that only leaves the stage is brought by the op that makes it.

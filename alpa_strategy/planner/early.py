@@ -51,7 +51,7 @@ def early_values(graph: StepGraph) -> list[int]:
 
 def _values_of_batch(graph: StepGraph, most_bytes: float) -> list[int]:
     """Return the batch's leaves and the values of at most `most_bytes` that are computed from them
-    alone, in the order of the graph.
+    alone, without gradients and random numbers, in the order of the graph.
     """
     known = dict.fromkeys(leaf.value for leaf in graph.batch)
     readable = {constant.value for constant in graph.constant_inputs} | known.keys()

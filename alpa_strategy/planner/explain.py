@@ -161,7 +161,7 @@ class _Question:
         )
 
     def _layouts(self) -> Iterator[tuple[str, tuple[int, ...]]]:
-        """Yield every layout as text, with the strategies of the choice that have it."""
+        """Yield every layout as text, with the indices of the choice's strategies that have it."""
         intra = self._priced.intra
         if self._of.is_parameter:
             plans = intra.parameters[self._choice].plans
@@ -182,7 +182,9 @@ class _Question:
         return _op_layout(stage.strategies[self._of.name])
 
     def _solved(self, layout: str, strategies: Sequence[int]) -> tuple[LayoutChoice, float]:
-        """Return the stage's best solution with one layout, and the penalties that it has."""
+        """Return the stage's best solution with one layout, and the penalties that it has; a choice
+        with the problem in place of seconds, and 0.0, if there is none.
+        """
         try:
             pinned = self._solver.pinned(self._priced, self._choice, strategies)
             solved = self._solver.solve_priced(pinned)
@@ -257,7 +259,9 @@ class _Question:
             yield line + f"{self._of.name} would have the layout {layout}."
 
     def _shared_memory_lines(self) -> Iterator[str]:
-        """Yield which stages the devices have beside this one, and the memory of all of them."""
+        """Yield which stages the devices have beside this one, and the memory of all of them;
+        nothing if there are none.
+        """
         indices = next(group for group in stages_by_devices(self._plan) if self._index in group)
         if len(indices) < 2:
             return
@@ -282,7 +286,8 @@ class _Reasons:
 
     def lines(self) -> Iterator[str]:
         """Yield sentences on the other layouts: how many are ruled out, the cost of the next best
-        one, the parts of the step that would take longer, and what would have to change.
+        one, the parts of the step that would take longer, and what would have to change. Only the
+        first, and that none fits, if none does.
         """
         if self.forbidden:
             layouts = "layout is" if self.forbidden == 1 else "layouts are"
@@ -326,7 +331,7 @@ class _Reasons:
 
     def _parts(self, best: LayoutChoice) -> Iterator[tuple[str, float]]:
         """Yield the parts of the stage's step that change: (name, seconds that `best` takes more
-        than the plan's choice).
+        than the plan's choice). Changes of at most `SAME_SHARE` of the step are left out.
         """
         compute = best.compute_seconds - self.chosen.compute_seconds
         communication = best.communication_seconds - self.chosen.communication_seconds

@@ -14,7 +14,8 @@ MAX_REASONS = 8
 
 
 def no_plan_error(problem: str, failures: Failures, default_fix: str) -> PlanError:
-    """Return one error that lists the reasons of all `failures`, each problem once.
+    """Return one error that lists the reasons of all `failures`, each problem once, at most
+    `MAX_REASONS`.
 
     Args:
         problem: the first line of the message.

@@ -185,7 +185,8 @@ def _half_precision(
     step: StepGraph, device: DeviceSpec, costs: OpCosts
 ) -> tuple[str, float | None]:
     """Return a precision in which the matmuls of a step in float32 have a higher peak, and the
-    share of the ops' seconds that the step takes with them in it; "" and None if there is none.
+    share of the ops' seconds that the step takes with them in it. Without one that is "" and None.
+    The share is None for a step without seconds.
     """
     peaks = dict(device.peak_flops)
     for dtype, name in HALF_PRECISIONS.items():

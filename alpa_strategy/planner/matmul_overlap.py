@@ -96,7 +96,9 @@ class MatmulOverlap:
                 self._write(op)
 
     def _write(self, op: Op) -> None:
-        """Write an op, with those that are fused with it."""
+        """Record the group and the chunk dims of an op, and of those that are fused with it, as the
+        program's writer comes to them.
+        """
         group = self._group(op)
         if group:
             self.groups.append(tuple(member.name for member in group))
@@ -183,7 +185,8 @@ class MatmulOverlap:
     # Results in chunks.
 
     def _chosen_dim(self, op: Op, dims: Mapping[int, int]) -> int | None:
-        """Return the dim in whose chunks a matmul's result is computed; None: in none.
+        """Return the dim in whose chunks a matmul's result is computed; None: in none. It is the
+        wanted one if it is possible; if none are given, the longest.
 
         Args:
             op: the matmul.

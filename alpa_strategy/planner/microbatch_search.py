@@ -152,7 +152,8 @@ class _Climb:
         """Return the index of the best number of micro-batches on the way from `start` by `step`.
 
         It stops after `patience` numbers in turn that are no better (one, once a better one was
-        seen).
+        seen). It also stops at a number that was priced before. `self._best` becomes the best
+        result.
         """
         best_index = start
         index = start + step

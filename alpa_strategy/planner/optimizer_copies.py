@@ -32,7 +32,8 @@ def rebuilt(
     optimizer: Optimizer, like: nn.Parameter, parameters: Sequence[nn.Parameter]
 ) -> Optimizer:
     """Return a fresh optimizer that steps `parameters` as `optimizer` steps `like`, with the
-    settings of its groups as schedulers left them.
+    settings of its groups as schedulers left them, except that the rate is at least 1e-3 and
+    kernels for devices are off.
 
     Raises whatever the optimizer's class does if neither its constructor nor a copy will do.
     """
@@ -195,7 +196,9 @@ def _constructed(
 
 
 def _settings_to_try(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings, or members of a group, that a fresh copy has otherwise."""
+    """Return the settings, or members of a group, that a fresh copy has otherwise: a rate of at
+    least 1e-3, and `fused` and `capturable` off where they are on.
+    """
     changed: dict[str, Any] = {}
     if settings.get("lr") is not None:
         # A warmup begins at none.

@@ -101,7 +101,8 @@ def optimizer_info_of(module: Any) -> OptimizerInfo:
     """Return the `OptimizerInfo` of `module.configure_optimizers()`, for planning without a
     Trainer.
 
-    A module whose method needs a Trainer is planned as with Adam.
+    A module whose method fails, as it needs a Trainer, is planned as with Adam. Raises AlpaError as
+    `inspect_optimizer`.
     """
     try:
         optimizers = _optimizers_in(module.configure_optimizers())
@@ -206,7 +207,8 @@ _TIMED_STEPS = 5
 def _python_seconds(optimizer: Optimizer) -> tuple[float, float]:
     """Return the host's seconds of a step without parameters, and those of each parameter.
 
-    They are measured on tiny parameters, whose kernels take next to no time.
+    They are measured on tiny parameters, whose kernels take next to no time; on small ones like the
+    first if it refuses these.
     """
     like = parameters_in(optimizer)[0]
     shape: tuple[int, ...] = _SHAPE

@@ -60,7 +60,8 @@ def reads_of(optimizer: Optimizer) -> dict[nn.Parameter, Reads]:
     """Return for each of the optimizer's parameters what its update looks at.
 
     Every kind of group is tried, with parameters of as many dims. Raises whatever the optimizer
-    does if it cannot be copied, or needs a closure.
+    does if it cannot be copied, or needs a closure. One with `train` and `eval` methods
+    (schedule-free) counts as reading all.
     """
     # Hooks have a schedule-free one's change weights, by state that must be there.
     has_other_weights = any(
@@ -103,7 +104,8 @@ def reads_of(optimizer: Optimizer) -> dict[nn.Parameter, Reads]:
 def _remembered(
     optimizer: Optimizer, parameter: nn.Parameter, trial: Any, find: Callable[[], Any]
 ) -> Any:
-    """Return the result of `find`, cached for optimizers of the same class and settings.
+    """Return the result of `find`, cached for optimizers of the same class and settings; not cached
+    if `_settings_text` is None.
 
     Args:
         trial: hashable; decides the result together with the settings.
@@ -194,7 +196,8 @@ def _tiny_shape(num_dims: int) -> tuple[int, ...]:
 def shape_like(parameter: Tensor) -> tuple[int, ...]:
     """Return the parameter's shape, its largest dims halved until it is small enough to be tried.
 
-    Halves of a size that is a multiple of a power of two are, too, as blocks of it need.
+    Halves of a size that is a multiple of a power of two are, too, as blocks of it need. A scalar's
+    is (1,).
     """
     shape = list(parameter.shape or (1,))
     while math.prod(shape) > _MAX_ELEMENTS:

@@ -63,7 +63,9 @@ def _measured(optimizer: Optimizer, parameter: nn.Parameter, reads: Reads) -> Fu
 def _products(
     optimizer: Optimizer, like: nn.Parameter, shape: tuple[int, ...]
 ) -> tuple[float, torch.dtype]:
-    """Return FLOPs and dtype of the matrix products in a step of a parameter of `shape`."""
+    """Return FLOPs and dtype of the matrix products in a step of a parameter of `shape`: the last
+    product's dtype, that of `like` if there is none.
+    """
     stepped = nn.Parameter(torch.ones(shape, dtype=like.dtype))
     generator = torch.Generator().manual_seed(0)
     grad = torch.randn(shape, generator=generator, dtype=torch.float64)
@@ -79,7 +81,9 @@ def _products(
 
 
 def _small_shape(shape: torch.Size, num_batch_dims: int) -> tuple[int, ...]:
-    """Return a shape of about the same proportions: one matrix whose first two dims are smaller."""
+    """Return a shape of about the same proportions: one matrix whose first two dims are smaller,
+    with batch dims of 1. A vector is cut to `_SMALL_SIDE`.
+    """
     matrix = shape[num_batch_dims:]
     if len(matrix) < 2:
         return (1,) * num_batch_dims + tuple(min(size, _SMALL_SIDE) for size in matrix)

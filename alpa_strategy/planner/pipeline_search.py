@@ -158,7 +158,8 @@ class PipelineSearch:
             self.failures.append(("", PlanError(problem)))
 
     def solve_best(self) -> Plan:
-        """Return the fastest plan of the best candidates, solved by the ILP.
+        """Return the fastest plan of the best candidates, solved by the ILP, with notes and its gap
+        to the lower bound.
 
         Raises:
             PlanError: no candidate fits.
@@ -278,7 +279,9 @@ class PipelineSearch:
             self._report_no_stages(count, math.inf)
 
     def _no_pipeline_error(self) -> PlanError:
-        """Return the error for the case that no candidate fits."""
+        """Return the error for the case that no candidate fits. Reasons of memory are added to
+        `self.failures` for it.
+        """
         if self.last_job is not None:
             largest = out_of_memory(self.last_job, self.meshes)
             if largest is not None:
@@ -493,7 +496,8 @@ class PipelineSearch:
         """Price one stage over all devices, from few micro-batches to many.
 
         Pipelines need many micro-batches, one stage as few as fit: the search over pipelines may
-        not come to them. Candidates are added to `self.best`.
+        not come to them. Candidates are added to `self.best`. It stops once a bound rules out more,
+        or two numbers were no better.
 
         Args:
             counts: numbers of micro-batches, in descending order.

@@ -38,7 +38,9 @@ def stage_job(task: PlanTask, plan: Plan) -> StageCostTask:
 
 
 def in_flight_of(plan: Plan, num_microbatches: int) -> tuple[int, Sequence[int]]:
-    """Return (stages per mesh, most micro-batches in flight by stage) of a plan's stages."""
+    """Return (stages per mesh, most micro-batches in flight by stage) of a plan's stages; (1,) for
+    a single stage.
+    """
     num_stages = len(plan.stages)
     num_meshes = len({stage.first_device for stage in plan.stages})
     stages_per_mesh = num_stages // num_meshes
@@ -117,7 +119,7 @@ def cost_on(task: PlanTask, plan: Plan) -> PlanCost:
 
 def boundary_seconds(job: StageCostTask, plan: Plan) -> list[float]:
     """Return the seconds of a micro-batch's values to the next stage and back, for each stage of a
-    plan on the devices of `job`.
+    plan on the devices of `job`; 0 for the last one and between stages on one mesh.
     """
     cluster = job.cluster
     ends = tuple(stage.ops[1] for stage in plan.stages)

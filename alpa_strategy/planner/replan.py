@@ -251,6 +251,8 @@ def stage_cuts(graph: StepGraph, stages: Sequence[StagePlan]) -> tuple[int, ...]
 def _earliest_starts(graph: StepGraph, stage: StagePlan, stages: Sequence[StagePlan]) -> list[int]:
     """Return, for every end position, the first op from which on `stage` has all parameters that
     are read before that end.
+
+    Parameters that no stage has do not count.
     """
     names_of_value = {parameter.value: parameter.names for parameter in graph.parameters}
     names_in_stages = {name for each_stage in stages for name in each_stage.parameter_plans}

@@ -200,7 +200,9 @@ class Instruments:
         return self._members[key]
 
     def _wait(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a `Pending.wait` in a range, with the name of the collective that it waits for."""
+        """Return a `Pending.wait` in a range, with the name of the collective that it waits for;
+        without a range if that had none.
+        """
 
         @wraps(original)
         def wait(pending: Pending) -> Any:

@@ -79,7 +79,7 @@ class StepTimes:
         return self.named / self.in_step if self.in_step else 0.0
 
     def seconds(self) -> dict[str, float]:
-        """Return the seconds of a step by part."""
+        """Return the mean seconds of a step by part."""
         parts = {}
         for part, nanoseconds in self.parts.items():
             parts[part] = nanoseconds / max(1, self.count) / 1e9

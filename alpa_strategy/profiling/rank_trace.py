@@ -128,7 +128,7 @@ def _device_slice(event: Mapping[str, Any], base: int, modules: Mapping[Any, str
 def nested(slices: Iterable[Slice]) -> list[Slice]:
     """Return slices by start, the outer ones first, each within the one around it.
 
-    A slice that ends after the one around it is cut: torch rounds times.
+    A slice that ends after the one around it is cut in place: torch rounds times.
     """
     ordered = sorted(slices, key=lambda trace_slice: (trace_slice.start, -trace_slice.end))
     for trace_slice, around in with_parents(ordered):
@@ -138,7 +138,9 @@ def nested(slices: Iterable[Slice]) -> list[Slice]:
 
 
 def with_parents(slices: Sequence[Slice]) -> Iterator[tuple[Slice, list[Slice]]]:
-    """Yield each slice of `nested` with the slices around it on its track, the outermost first."""
+    """Yield each slice of `nested` with the slices around it on its track, the outermost first. The
+    list is changed afterwards: copy it to keep it.
+    """
     open_slices: dict[str, list[Slice]] = {}
     for trace_slice in slices:
         stack = open_slices.setdefault(trace_slice.track, [])

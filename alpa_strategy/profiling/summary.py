@@ -21,7 +21,7 @@ _NANO = 1e-9
 
 
 def profiled_steps(records: Sequence[RankRecord], first: int, trace: str) -> ProfiledSteps:
-    """Return the profiled steps in short.
+    """Return the profiled steps in short, without the time of evaluation.
 
     Args:
         records: of all ranks, on one clock, with `until` marked.
@@ -74,7 +74,7 @@ def _lane(record: RankRecord, begin: int) -> MeasuredLane:
 
 def _actions(slices: Sequence[Slice], begin: int) -> Iterator[MeasuredAction]:
     """Yield the actions, without the time in which they wait for messages: an action that waits is
-    several pieces.
+    several pieces, of which those below `_DRAWN_SHARE` of it are left out.
 
     Args:
         slices: of one step of a rank.

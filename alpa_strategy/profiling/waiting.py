@@ -28,7 +28,7 @@ class RankRecord:
     clock_offset: int = 0
 
     def align(self) -> None:
-        """Move all times to rank 0's clock."""
+        """Move all times to rank 0's clock, in place; `clock_offset` is 0 then."""
         for trace_slice in self.slices:
             trace_slice.start -= self.clock_offset
             trace_slice.end -= self.clock_offset
@@ -36,7 +36,9 @@ class RankRecord:
 
 
 def flights(record: RankRecord) -> Iterator[tuple[Slice, Slice]]:
-    """Yield (launch, wait) of the collectives that were launched before they were waited for."""
+    """Yield (launch, wait) of the collectives that were launched before they were waited for.
+    Launches and waits without the other are left out.
+    """
     launched: dict[str, deque[Slice]] = defaultdict(deque)
     for trace_slice in record.slices:
         if trace_slice.category != COLLECTIVE:

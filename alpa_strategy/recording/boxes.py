@@ -75,6 +75,9 @@ def read_into(recorder: Recorder, tensor: Tensor, offsets: Sequence[int], target
         tensor: deferred.
         offsets: index of the box's first element, by dim.
         target: with the box's shape, on any device.
+
+    Raises:
+        CheckpointError: a file cannot be read.
     """
     num_rows = target.shape[0] if target.dim() else 1
     block = num_rows

@@ -80,7 +80,11 @@ class MappedFiles:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Context in which files that are mapped privately are noted."""
+        """Context in which files that are mapped privately are noted.
+
+        It replaces `torch.UntypedStorage.from_file` and sets the environment variable
+        `SINGLE_THREADED`; both are restored at its end.
+        """
         original = torch.UntypedStorage.from_file
         threads = os.environ.get(SINGLE_THREADED)
 

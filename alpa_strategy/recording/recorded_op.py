@@ -138,7 +138,9 @@ def to_meta(leaf: Any) -> Any:
 
 
 def meta_kwargs(func: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Return keyword arguments to run `func` on meta tensors, where no numbers are drawn."""
+    """Return keyword arguments to run `func` on meta tensors, where no numbers are drawn: without a
+    generator, and with `device` "meta" if the op takes one.
+    """
     result = {name: pytree.tree_map(to_meta, value) for name, value in kwargs.items()}
     if "generator" in result:
         result["generator"] = None

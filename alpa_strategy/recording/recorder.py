@@ -134,6 +134,8 @@ class Recorder(TorchDispatchMode):
         """Record that `tensor.data = ...` gave the tensor another storage, though its version goes
         on counting.
 
+        Does nothing unless both storages are known and differ.
+
         Args:
             tensor: with its new storage.
             before: address of the storage that it had before.
@@ -152,7 +154,7 @@ class Recorder(TorchDispatchMode):
         return self._devices.get(self._numbers.get(storage_key(tensor), -1), self.device)
 
     def describe(self, tensor: Tensor) -> View:
-        """Return the layout of a meta tensor in its storage."""
+        """Return the layout of a meta tensor in its storage, which is recorded if it is new."""
         key = storage_key(tensor)
         if key not in self._numbers:
             self._adopt(tensor)
@@ -430,7 +432,9 @@ class Recorder(TorchDispatchMode):
     def _contents(
         self, wanted: set[int], end: int | None = None
     ) -> dict[int, torch.UntypedStorage]:
-        """Return storage -> its real memory after all ops before line `end`, for the `wanted`."""
+        """Return storage -> its real memory after all ops before line `end`, for the `wanted`;
+        uninitialised where none writes.
+        """
         indices = self._needed(wanted, end)
         last_use: dict[int, int] = {}
         for index in indices:

@@ -480,8 +480,8 @@ def _gradient_or_zeros(parameter: nn.Parameter) -> Tensor:
 def _buckets_to_average(
     parameters: list[nn.Parameter], kinds: list[int], bucket_bytes: int
 ) -> list[list[nn.Parameter]]:
-    """Divide the parameters with a gradient on any device into buckets of one dtype, of about
-    `bucket_bytes` each.
+    """Divide the parameters with elements and a gradient on any device into buckets of one dtype,
+    of about `bucket_bytes` each.
 
     Args:
         kinds: of each parameter `_NO_GRADIENT`, `_DENSE` or `_SPARSE`.

@@ -42,7 +42,10 @@ class HostLink:
         self._leaving: deque[tuple[Tensor, torch.cuda.Event]] = deque()
 
     def to_device(self, tensor: Tensor) -> Pending:
-        """Start to copy a host tensor to the device. It must not change before `settle`."""
+        """Start to copy a host tensor to the device. It must not change before `settle`.
+
+        On a CPU the copy is made at once.
+        """
         copy = torch.empty(tensor.shape, dtype=tensor.dtype, device=self.device)
         if self._to_device_stream is None or self._to_host_stream is None:
             copy.copy_(tensor)

@@ -264,7 +264,8 @@ class MeshParameters:
         mesh.
 
         Args:
-            completed: called with the parameters of each bucket when it is done.
+            completed: called with the parameters of each bucket when it is done; not called if
+                parameters are in host memory.
         """
         if self._host is not None:
             self._host.finish()
@@ -303,7 +304,10 @@ class MeshParameters:
         self._hooks.append(parameter.register_post_accumulate_grad_hook(after_accumulation))
 
     def _made(self, name: str, used: Tensor) -> None:
-        """Take the local gradient of a parameter, or of its copy, that the backward has made."""
+        """Take the local gradient of a parameter, or of its copy, that the backward has made.
+
+        Does nothing unless `listens`.
+        """
         if not self.listens:
             return
         if self._look is not None:

@@ -173,7 +173,9 @@ class ParameterStore:
 
     @property
     def device(self) -> torch.device:
-        """The device on which parameters are used, wherever they are stored."""
+        """The device on which parameters are used, wherever they are stored; the CPU if this rank
+        has none.
+        """
         for known in self._known.values():
             if known.local is not None:
                 return known.local.device
@@ -212,7 +214,8 @@ class ParameterStore:
         return known is None or known.local is not None
 
     def chunks(self, parameter: nn.Parameter, tensor: Tensor) -> list[Chunk]:
-        """Return the boxes of the full parameter that this rank stores; empty if it stores none.
+        """Return the boxes of the full parameter that this rank stores; empty if it stores none. A
+        parameter that is in no stage is one box.
 
         Args:
             parameter: of the module.
@@ -226,7 +229,7 @@ class ParameterStore:
     def replica(self, parameter: nn.Parameter) -> tuple[int, int] | None:
         """Return (index of this rank, number of ranks) among those that store the same shard.
 
-        None outside of the owning stage.
+        None outside of the owning stage; all ranks for a parameter that is in no stage.
         """
         known = self._known.get(parameter)
         if known is None:
@@ -336,7 +339,7 @@ class ParameterStore:
 
     def unshard(self) -> None:
         """Give every parameter its full data back, on every rank. Collective; ends training with
-        this store.
+        this store. Gradients of sharded parameters are dropped.
         """
         for mesh in self._meshes.values():
             mesh.unwatch()
@@ -384,7 +387,9 @@ class ParameterStore:
             mesh.finish_backward(completed)
 
     def store_gradient(self, parameter: nn.Parameter, full: Tensor) -> None:
-        """Store this rank's shard of `full`, a full gradient that is complete already."""
+        """Store this rank's shard of `full`, a full gradient that is complete already; nothing on
+        ranks without a shard. A parameter that is in no stage gets `full` itself.
+        """
         known = self._known.get(parameter)
         if known is None:
             parameter.grad = full

@@ -295,7 +295,8 @@ class ShardedParameter:
     def reduce_dtype(self) -> torch.dtype:
         """Dtype of the gradient's sum over devices.
 
-        bfloat16 for a copy that was gathered in it; not fp16, whose sums could overflow.
+        At least float32 if the plan asks for it, else bfloat16 for a copy that was gathered in it;
+        not fp16, whose sums could overflow.
         """
         if self.plan.sums_in_fp32:
             return torch.promote_types(self.parameter.dtype, torch.float32)
@@ -390,7 +391,8 @@ class ShardedParameter:
 
     def set_complete_aside(self, grads: tuple[Tensor, ...]) -> None:
         """Set the reduced gradient of an earlier backward aside, so that it is not summed over the
-        devices again. To be called before the backward adds to `grad`.
+        devices again. To be called before the backward adds to `grad`. Does nothing if a bucket has
+        taken the gradient.
 
         Args:
             grads: the addends, which autograd passes to its hooks; not used.

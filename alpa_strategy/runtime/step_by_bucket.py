@@ -79,8 +79,8 @@ def can_step_in_parts(optimizer: Optimizer) -> bool:
 
 @contextmanager
 def fused(optimizers: Iterable[Optimizer]) -> Iterator[None]:
-    """Context in which torch's optimizers step in one fused kernel, if their user has not chosen an
-    implementation.
+    """Context in which torch's Adam, AdamW and SGD (no subclasses) step in one fused kernel, if
+    their user has not chosen an implementation. At its end, `fused` is None again in their groups.
     """
     groups: list[tuple[Mapping[Any, Any], dict[str, Any]]] = []
     for optimizer in optimizers:

@@ -167,7 +167,7 @@ def _group_lengths(pairs: list[tuple[Term, int]], arguments: Mapping[str, Any]) 
     """Return group of indices -> its length.
 
     From the argument of the same name if there is one. Else from ranks: the longest, others are
-    broadcast to it.
+    broadcast to it. Groups whose length does not follow are missing.
 
     Args:
         pairs: terms with the ranks of their operands.
@@ -491,7 +491,7 @@ def _result_placement(mark: int | str) -> DualPlacement:
 
 def _carried(call: OpCall, match: RuleMatch) -> Iterator[AxisStrategy]:
     """Yield the strategy that carries partial values from operands to results, if the rule allows
-    it and gradients keep their precision.
+    it, an operand has a gradient, and gradients keep their precision.
     """
     operand_grads = _operand_grads(call)
     if not match.carries or not any(operand_grads):
@@ -506,7 +506,7 @@ def _carried(call: OpCall, match: RuleMatch) -> Iterator[AxisStrategy]:
 
 def _linear(call: OpCall, match: RuleMatch) -> Iterator[AxisStrategy]:
     """Yield a strategy on partial values for each set of operands in `match.linear`; none if the op
-    would lose precision by that.
+    would lose precision by that. Sets with booleans are skipped.
     """
     if not match.linear or not _keeps_precision(call.operands, call.results):
         return

@@ -16,7 +16,8 @@ def per_rank_match(target: PerRank, inner: RuleMatch | None) -> RuleMatch:
     """Return the ways to divide an op that runs for each rank.
 
     Args:
-        inner: result of the rule of `target.inner`; None if it has no rule.
+        inner: result of the rule of `target.inner`; None if it has no rule: only the ranks are
+            divided then.
     """
     num_results = len(target.inner.results)
     operand_dims: list[int | None] = []

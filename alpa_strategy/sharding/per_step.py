@@ -106,7 +106,8 @@ def per_step_of(graph: StepGraph, names: Collection[str]) -> PerStep:
 
 
 def not_per_step(graph: StepGraph, names: Collection[str]) -> list[str]:
-    """Return those of `names` that cannot run once per step, in the order of the graph.
+    """Return those of `names` that cannot run once per step, in the order of the graph; names of no
+    op come last, sorted.
 
     They read samples or random numbers, only view a parameter, or other ops need their results for
     every micro-batch.

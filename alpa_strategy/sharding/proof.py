@@ -279,7 +279,7 @@ def _normal(generator: torch.Generator, shape: Sequence[int]) -> Tensor:
 
 
 def _with_one(data: Tensor, value: float, generator: torch.Generator) -> Tensor:
-    """Write `value` at a random position of `data`, and return `data`."""
+    """Write `value` at a random position of `data`, unless it is empty, and return `data`."""
     if data.numel():
         position = int(torch.randint(0, data.numel(), (), generator=generator))
         data.view(-1)[position] = value

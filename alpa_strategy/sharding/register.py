@@ -122,7 +122,7 @@ def prove_sharding(
 
     Raises:
         ShardingError: a strategy does not give the full op's results or gradients, or the op
-            refuses the example.
+            refuses the example or draws random numbers.
     """
     call, operands = call_on(_overloads(op)[0], example_args, example_kwargs or {})
     random_state = torch.get_rng_state()

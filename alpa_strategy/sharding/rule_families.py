@@ -147,9 +147,9 @@ def reduction(
 def elementwise_loss(call: OpCall) -> RuleMatch:
     """Rule of losses with a `reduction` argument: 0 none, 1 mean or 2 sum.
 
-    Weights may be broadcast, input and target not: ATen's backward of a mean over broadcast
-    operands counts the elements of one operand only, so it cannot be sharded.
-    `torch.nn.functional` expands both before it calls ATen.
+    Weights may be broadcast. Inputs and targets of different shapes have no split: ATen's backward
+    of a mean over broadcast operands counts the elements of one operand only, so it cannot be
+    sharded. `torch.nn.functional` expands both before it calls ATen.
     """
     first, second = (call.operands[s.index].shape for s in slots(call)[:2])
     if first != second:

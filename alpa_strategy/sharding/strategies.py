@@ -433,7 +433,8 @@ def rule_origin(call: OpCall) -> str:
 
 
 def replicated_notes(step: StepGraph, costs: OpCosts) -> list[str]:
-    """Return a note per kind of op that every device runs in full.
+    """Return a note per kind of op with operands that every device runs in full, for lack of a
+    rule.
 
     With the user's lines that call it, its seconds, and the bytes of its results.
     """
