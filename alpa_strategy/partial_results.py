@@ -73,6 +73,7 @@ class PartialResults:
         self.seconds_used = 0.0
 
         self._say = say
+        self._is_reported = False
         # False after a failed write.
         self._can_store = True
         # Names of the files in the folder.
@@ -88,6 +89,7 @@ class PartialResults:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
+        self.report()
         if kind is None or issubclass(kind, AlpaError):
             self.done()
 
@@ -257,13 +259,17 @@ class PartialResults:
         self._note({name})
         self.num_stored += 1
 
-    def done(self) -> None:
-        """Report the used results and delete the files of this planning."""
-        if self.num_used:
+    def report(self) -> None:
+        """Report the used results, at the first call that finds some."""
+        if self.num_used and not self._is_reported:
+            self._is_reported = True
             self._say(
                 f"alpa: {self.num_used} results of an interrupted planning were used "
                 f"({self.seconds_used:.1f} s of work), {self.num_stored} were computed"
             )
+
+    def done(self) -> None:
+        """Delete the files of this planning: its plan is stored, or there is none."""
         if self.folder is not None:
             for name in self._touched:
                 _delete(self.folder / name)

@@ -41,6 +41,7 @@ from alpa_strategy.partial_results import PartialResults
 from alpa_strategy.recipe import load_recipe, resolve_target
 
 if TYPE_CHECKING:
+    from alpa_strategy.fit.request import FitRequest
     from alpa_strategy.planner.task import PlanTask
 
 # Functions of recipes/searches.py.
@@ -119,28 +120,49 @@ def run(arguments: argparse.Namespace) -> int:
     to_cluster, overrides = split_overrides(arguments.overrides)
     cluster = ClusterSpec.load(arguments.cluster, to_cluster)
     console = make_console()
+    request: "FitRequest | None" = None
+    # Of the plan that is stored.
     flags: tuple[str, ...] = ()
-    # Those of the plan that is stored.
     texts = list(arguments.overrides)
     if is_by_name(arguments.recipe):
         _check_for_models_by_name(arguments)
         asked = given_flags(arguments)
         request = fit_request(arguments.recipe, asked, cluster.num_devices)
         flags = request_flags(request)
-        plan, task = plan_by_name(request, arguments, cluster, overrides)
     else:
         check_no_flags(arguments.recipe, arguments)
-        plan, task, batch_size = _plan_recipe(arguments, cluster, overrides, console)
-        if batch_size is not None:
-            texts = [FREE_MICROBATCHES, *texts, f"data.batch_size={batch_size}"]
 
-    if arguments.output:
-        with writing(arguments.output):
-            texts += _sizes_of_sweep(task.cluster, cluster)
-            origin = Origin(arguments.recipe, arguments.cluster, tuple(texts), flags)
-            page = store_plan(arguments.output, plan, task, origin)
-        console.print(plain(f"plan stored in {arguments.output}, its page in {page}"))
+    progress = Progress()
+    # Results of a planning that was killed are used again. They are deleted when the plan is
+    # stored.
+    with PartialResults(_folder_of_results(arguments), progress.tell) as results:
+        if request is not None:
+            plan, task = plan_by_name(request, arguments, cluster, overrides)
+        else:
+            plan, task, batch_size = _plan_recipe(
+                arguments, cluster, overrides, console, progress, results
+            )
+            if batch_size is not None:
+                texts = [FREE_MICROBATCHES, *texts, f"data.batch_size={batch_size}"]
+
+        if arguments.output:
+            with writing(arguments.output):
+                texts += _sizes_of_sweep(task.cluster, cluster)
+                origin = Origin(arguments.recipe, arguments.cluster, tuple(texts), flags)
+                page = store_plan(arguments.output, plan, task, origin)
+            console.print(plain(f"plan stored in {arguments.output}, its page in {page}"))
     return 0
+
+
+def _folder_of_results(arguments: argparse.Namespace) -> Path | None:
+    """Return the folder of the results of a planning; None: none are stored.
+
+    Searches for comparison start without any: their time is measured. Plans of models by name take
+    seconds.
+    """
+    if arguments.search or is_by_name(arguments.recipe):
+        return None
+    return Path(".alpa") / "planning"
 
 
 def _sizes_of_sweep(planned: ClusterSpec, cluster: ClusterSpec) -> list[str]:
@@ -172,6 +194,8 @@ def _plan_recipe(
     cluster: ClusterSpec,
     overrides: Sequence[str],
     console: Console,
+    progress: Progress,
+    results: PartialResults,
 ) -> tuple[Plan, "PlanTask", int | None]:
     """Plan a recipe and print the plan; return it with its task, and with the batch size that
     `--tune` has chosen.
@@ -181,17 +205,13 @@ def _plan_recipe(
     if plan_options(recipe).costs is None:
         warn_of_rates(console, precision_name(recipe), cluster)
 
-    progress = Progress()
-    # Results of a planning that was killed are used again. Searches for comparison start without
-    # them: their time is measured.
-    folder = None if arguments.search else Path(".alpa") / "planning"
-    with PartialResults(folder, progress.tell) as results:
-        planned = partial(_planned, arguments, cluster, progress=progress, results=results)
-        if arguments.tune:
-            plan, task, batch_size = _tuned(arguments, cluster, overrides, console, planned)
-        else:
-            batch_size = None
-            plan, task = planned(overrides)
+    planned = partial(_planned, arguments, cluster, progress=progress, results=results)
+    batch_size: int | None = None
+    if arguments.tune:
+        plan, task, batch_size = _tuned(arguments, cluster, overrides, console, planned)
+    else:
+        plan, task = planned(overrides)
+    results.report()
 
     location = arguments.output or "PLAN.json"
     shown = plan_table(plan) if arguments.verbose else plan_summary(plan, location=location)

@@ -80,8 +80,12 @@ def equal_stages(layer_seconds: Sequence[float], num_stages: int) -> list[int]:
 
 def stage_bytes(cost: StageCost, alive: int, remat: bool, share: float) -> float:
     """Return the bytes of a stage of 1 / share layers: they use temporary memory in turn."""
-    of_layer = cost.always + (cost.segment_inputs if remat else cost.saved) * alive
-    return of_layer / share + turn_bytes(cost, remat)
+    return stored_bytes(cost, alive, remat) / share + turn_bytes(cost, remat)
+
+
+def stored_bytes(cost: StageCost, alive: int, remat: bool) -> float:
+    """Return the bytes of a layer that stay while others compute."""
+    return cost.always + (cost.segment_inputs if remat else cost.saved) * alive
 
 
 def turn_bytes(cost: StageCost, remat: bool) -> float:

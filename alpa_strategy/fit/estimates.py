@@ -7,6 +7,7 @@ from alpa_strategy.fit.configurations import (
     Configuration,
     Estimate,
     stage_bytes,
+    stored_bytes,
     turn_bytes,
 )
 from alpa_strategy.fit.stage_solvers import SCHEDULE, ConfigurationSolvers
@@ -45,31 +46,47 @@ class Estimates:
         Raises:
             PlanError: no layouts of the middle layer fit into its share of a device's memory.
         """
-        share = self._layer_share(configuration.num_stages)
+        limit = self.task.memory_limit
         least_bytes = self.least_bytes_of_stage(configuration)
+        if least_bytes > limit:
+            raise does_not_fit("a device needs about", least_bytes, limit)
+
+        share = self._layer_share(configuration.num_stages)
+        submesh = self.solvers.submesh(configuration.num_stages)
+        least_bytes = math.inf
+        fitting: list[Estimate] = []
+        for names in ((), *self.names(configuration.logical_mesh)):
+            named = replace(configuration, names=names)
+            may_be_faster = self._hides_gathers(named)
+            if fitting and not may_be_faster:
+                continue
+            if not may_be_faster and self._gathers_too_long(named, most_seconds):
+                continue
+            if names and self.least_bytes_of_named(named) > limit:
+                continue
+            middle = self._middle(named, submesh)
+            num_bytes = self._bytes_of_stage(named, middle)
+            if num_bytes <= limit:
+                seconds = self._step_seconds(named, middle.cost, share)
+                fitting.append(Estimate(seconds, named))
+            least_bytes = min(least_bytes, num_bytes)
+        if not fitting:
+            raise does_not_fit("a device needs about", least_bytes, limit)
+        return min(fitting, key=lambda estimate: estimate.seconds)
+
+    def _bytes_of_stage(self, configuration: Configuration, middle: SolvedStage) -> float:
+        """Return the bytes of a device of a stage of middle layers.
+
+        Args:
+            configuration: of the stage.
+            middle: the middle layer in it.
+        """
         alive = self.solvers.alive(configuration)[0]
-        if least_bytes <= self.task.memory_limit:
-            least_bytes = math.inf
-            fitting: list[Estimate] = []
-            for names in ((), *self.names(configuration.logical_mesh)):
-                is_hidden = self._hides_gathers(configuration, names)
-                if fitting and not is_hidden:
-                    continue
-                named = replace(configuration, names=names)
-                if not is_hidden and self._gathers_too_long(named, most_seconds):
-                    continue
-                if names and self.least_bytes_of_named(named) > self.task.memory_limit:
-                    continue
-                cost = self._middle(named, self.solvers.submesh(named.num_stages)).cost
-                num_bytes = stage_bytes(cost, alive, named.remat, share)
-                if num_bytes <= self.task.memory_limit and named.num_stages == 1:
-                    num_bytes += self._more_bytes_of_last_layer(named, cost)
-                if num_bytes <= self.task.memory_limit:
-                    fitting.append(Estimate(self._step_seconds(named, cost, share), named))
-                least_bytes = min(least_bytes, num_bytes)
-            if fitting:
-                return min(fitting, key=lambda estimate: estimate.seconds)
-        raise does_not_fit("a device needs about", least_bytes, self.task.memory_limit)
+        share = self._layer_share(configuration.num_stages)
+        num_bytes = stage_bytes(middle.cost, alive, configuration.remat, share)
+        if configuration.num_stages == 1 and num_bytes <= self.task.memory_limit:
+            return self._bytes_with_last_layer(configuration, middle)
+        return num_bytes
 
     def least_bytes_of_stage(self, configuration: Configuration) -> float:
         """Return the bytes of a stage of middle layers if its devices shared them evenly."""
@@ -89,15 +106,20 @@ class Estimates:
         return of_layer / num_devices / self._layer_share(configuration.num_stages)
 
     def least_bytes_of_named(self, configuration: Configuration) -> float:
-        """Return the bytes of a stage of a named plan whose devices share all evenly but the
-        parameters, which ZeRO-2 replicates.
+        """Return a lower bound of the bytes of a device under a named plan: of parameters and
+        activations alone, without gradients and the optimizer's state.
+
+        Axes of ZeRO-2 replicate the parameters, the others share them. All devices of a stage share
+        the activations evenly.
         """
         num_shards = configuration.num_stages
         for name, size in zip(configuration.names, configuration.logical_mesh, strict=True):
             if name != "zero2":
                 num_shards *= size
-        parameters = self.task.step.parameters
-        num_bytes = sum(parameter.meta.num_bytes for parameter in parameters)
+        num_bytes = 0.0
+        # Offloaded parameters are in host memory.
+        if not self.task.options.offload:
+            num_bytes += sum(parameter.meta.num_bytes for parameter in self.task.step.parameters)
         return num_bytes / num_shards + self._least_activation_bytes(configuration)
 
     def names(self, shape: tuple[int, ...]) -> list[tuple[str, ...]]:
@@ -133,22 +155,34 @@ class Estimates:
             gather_seconds *= 1 - self.task.cluster.overlap
         return self.solvers.compute_seconds(configuration) + gather_seconds >= seconds
 
-    def _hides_gathers(self, configuration: Configuration, names: tuple[str, ...]) -> bool:
-        """Whether the named plan `names` may be faster than the fastest layouts, which are solved
-        as if no gather overlapped with computation.
+    def _hides_gathers(self, configuration: Configuration) -> bool:
+        """Whether a named plan may be faster than the fastest layouts, which are solved as if no
+        gather overlapped with computation.
         """
         is_alone = configuration.num_stages == 1 and len(configuration.logical_mesh) == 1
-        return is_alone and self.task.cluster.overlap > 0 and names == ("zero3",)
+        return is_alone and self.task.cluster.overlap > 0 and configuration.names == ("zero3",)
 
-    def _more_bytes_of_last_layer(self, configuration: Configuration, middle: StageCost) -> float:
-        """Return how many bytes more than a middle layer the last one uses in its turn: it has the
-        logits and the loss.
+    def _bytes_with_last_layer(self, configuration: Configuration, middle: SolvedStage) -> float:
+        """Return the bytes of a device that has all layers: the last one has the logits and the
+        loss.
+
+        Args:
+            configuration: of one stage.
+            middle: its middle layer.
         """
-        solver = self.solvers.of(configuration)
+        job = self.solvers.of(configuration).job
         submesh = self.solvers.submesh(configuration.num_stages)
-        last = self._layer(configuration, solver.job.num_layers - 1, submesh).cost
+        last = self._layer(configuration, job.num_layers - 1, submesh)
         remat = configuration.remat
-        return max(0.0, turn_bytes(last, remat) - turn_bytes(middle, remat))
+        turn_of_last = turn_bytes(last.cost, remat)
+        seconds = self.solvers.layer_seconds
+        num_others = sum(seconds[:-1]) / seconds[job.num_layers // 2]
+        if job.gradients_begin:
+            # The other layers have no gradients yet.
+            turn_of_last -= num_others * middle.plan.predicted.memory["gradients"]
+        stored = num_others * stored_bytes(middle.cost, 1, remat)
+        stored += stored_bytes(last.cost, 1, remat)
+        return stored + max(turn_bytes(middle.cost, remat), turn_of_last)
 
     def _middle(self, configuration: Configuration, submesh: tuple[int, int]) -> SolvedStage:
         """Return the middle layer alone, in the fastest layouts that the configuration allows."""

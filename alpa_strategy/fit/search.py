@@ -117,12 +117,17 @@ class RegularSearch:
         self._too_large: list[Estimate] = []
 
     def best_of(self, candidates: Iterable[Candidate]) -> Plan | None:
-        """Return the best plan of candidates that come the fastest first; None: nothing fits.
+        """Return the best plan of candidates that come the fastest first.
 
-        More of them are estimated until one fits when it is solved.
+        More of them are estimated until one fits when it is solved. Why others have no plan is
+        added to `failures`.
+
+        Returns:
+            None: all candidates have a bound of `faster_than` or more, or no layouts that were
+            tried fit; `best_within_limit` tries others.
 
         Raises:
-            PlanError: what may fit does not seem to take less than `faster_than`.
+            PlanError: what is estimated to fit does not seem to take less than `faster_than`.
         """
         remaining = deque(candidate for candidate in candidates if candidate[0] < self.faster_than)
         best: Plan | None = None
