@@ -60,7 +60,7 @@ class Steps(NamedTuple):
 def numbered_steps(
     in_order: Iterable[tuple[int, Action, Source | None]], num_stages: int, num_microbatches: int
 ) -> Steps:
-    """Return actions as numbers.
+    """Return actions as the numbers of `Steps`.
 
     Args:
         in_order: (mesh, action, its input), each after the one that it waits for.

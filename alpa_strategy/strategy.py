@@ -525,8 +525,8 @@ class AlpaStrategy(SavesPretrained, ParallelJob):
 
     @override
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """Return a tensor reduced over `group` (None: all ranks with different samples); any other
-        value, and a tensor under `batch_scope="global"`, unchanged."""
+        """Return a tensor reduced over `group` (None: all ranks with different samples; none under
+        `batch_scope="global"`). Any other value is returned unchanged."""
         if group is None and self.run is not None:
             group = self.run.peers
 

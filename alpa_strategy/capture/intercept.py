@@ -451,8 +451,8 @@ def _shadowed_metric(
     metric: nn.Module, name: str, record: Recording
 ) -> AbstractContextManager[None]:
     """Context in which calls of `forward` and `update` of the metric `name` are appended to
-    `record.metrics`, not run. `forward` and `compute` return MetricValues; texts raise
-    CaptureError.
+    `record.metrics`, not run. `forward` and `compute` return MetricValues; texts among positional
+    arguments raise CaptureError.
     """
 
     def keep(method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

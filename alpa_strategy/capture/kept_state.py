@@ -211,7 +211,9 @@ def _behind(value: Any) -> Any:
 
 
 def _is_small_array(value: Any) -> bool:
-    """Return whether `value` is a writable array of at most `MAX_ITEMS` elements."""
+    """Return whether `value` is one of `ARRAYS`, or a writable array of numpy's own class, of at
+    most `MAX_ITEMS` elements.
+    """
     if isinstance(value, np.ndarray):
         is_plain_array = type(value) is np.ndarray and value.flags.writeable
         return is_plain_array and value.size <= MAX_ITEMS

@@ -205,7 +205,8 @@ def attribute_guards(
 
     Of modules of torch.nn, plain values are guarded (training, p, padding, ...); of Lightning's
     attributes, `training` and the hyperparameters; of all modules, their hooks. Submodules are
-    guarded by identity, parents before children; other objects come last.
+    guarded by identity, parents before children; other objects come last. Variables of `os.environ`
+    are guarded, metrics are not.
 
     Args:
         changing: attributes that the step sets, and lists to which it only appends. They and their

@@ -436,8 +436,8 @@ def _methods(record: Refusing) -> Iterator[Patch]:
 
 
 def _dates(record: Refusing, namespaces: Iterable[dict[str, Any]]) -> Iterator[Patch]:
-    """Yield patches that refuse `datetime.now()` and `date.today()`. The classes are C's, so names
-    of them are replaced.
+    """Yield patches that refuse `now()`, `utcnow()` and `today()` of `datetime`, and `today()` of
+    `date`, to the user's code. The classes are C's, so names of them are replaced.
 
     Args:
         record: is called to refuse.

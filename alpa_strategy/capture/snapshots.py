@@ -219,7 +219,9 @@ def _is_filled_cache(snapshot: Snapshot, of_data: OfData) -> bool:
 
 
 def _values_in(value: Any, depth: int = 0) -> Iterator[Any]:
-    """Yield a value, and everything in it if it is a container or an object of the user's."""
+    """Yield a value, and what is in it, `MAX_DEPTH` levels deep, if it is a container or an object
+    of the user's. Of dicts that is the values.
+    """
     yield value
     if depth == MAX_DEPTH:
         return

@@ -318,7 +318,9 @@ class _Tracing:
         return [*self.leaves, *states], (*self.batched, *[False] * num_states)
 
     def _batch(self, tensors: Iterator[Tensor]) -> Any:
-        """Return the step's batch: the next `tensors`, and other leaves with values or without."""
+        """Return the step's batch: the next `tensors` (one for all places of the same tensor), and
+        other leaves with values or without.
+        """
         leaves: list[Any] = []
         for index, leaf in enumerate(self.leaves):
             if self.same.get(index, index) != index:

@@ -134,7 +134,7 @@ def _exchange(first: Path, second: Path) -> bool:
 
 def remove(path: Path) -> None:
     """Remove a checkpoint (a directory, file or link), if any: its name in one step, then its
-    content.
+    content. What a killed process left beside it is removed, too.
     """
     # A killed process may have left these.
     for purpose in ("saving", "replaced"):

@@ -459,7 +459,7 @@ class _Unpickler(pickle.Unpickler):
     """Accepts the classes of DCP's metadata, and no others."""
 
     def find_class(self, module: str, name: str) -> Any:
-        """Return a class or dtype that metadata of checkpoints names.
+        """Return a class, function or dtype that metadata of checkpoints names.
 
         Raises:
             pickle.UnpicklingError: it is another one, which could run code.

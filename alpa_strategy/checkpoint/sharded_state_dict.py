@@ -109,7 +109,8 @@ def module_state(
 ) -> dict[str, Any]:
     """Return `module.state_dict()` with `LocalShards` in the place of parameters.
 
-    The names are those of the module's own `state_dict`. Tied parameters are written once.
+    The names are those of the module's own `state_dict`. A tied parameter has one `LocalShards`
+    under all its names, so that it is written once. `on_demand` gets an entry for each parameter.
     """
     shards = shards_to_write(store, on_demand)
     replacements = {p: shards(p, p.detach(), is_value=True) for p in module.parameters()}

@@ -293,7 +293,7 @@ Path = tuple[str | int, ...]
 
 
 def take_shards(checkpoint: Any) -> tuple[Any, dict[Path, str], dict[str, LocalShards]]:
-    """Take all `LocalShards` out of a checkpoint.
+    """Take all `LocalShards` in dicts and lists out of a checkpoint, which is not changed itself.
 
     A tensor at several paths (a tied weight) has one key. A tensor without elements stays in the
     checkpoint; one that a hook has changed is replaced by the full tensor.

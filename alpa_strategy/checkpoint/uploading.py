@@ -85,7 +85,8 @@ def upload_file(
         staging_root: local folder, in which the file is written first.
 
     Raises:
-        CheckpointError: on every rank, if rank 0 fails; what was at the URL is unchanged.
+        CheckpointError: on every rank, if rank 0 fails. What was at the URL is unchanged, unless
+            only the removal of older shards has failed.
     """
     name = _begin(url, group)
     with _staged(staging_root / name) as folder:

@@ -359,8 +359,9 @@ class Topology:
         return self._split_halves[members]
 
     def _by_node(self, group: Order) -> Iterator[Order]:
-        """Yield, for each node, the devices of a group that are in it, as numbered within the node,
-        ascending.
+        """Yield the devices of a group by node, as numbered within the node, ascending.
+
+        The nodes have the order in which the group reaches them; those without any are left out.
         """
         by_node: dict[int, list[int]] = {}
         for rank in group:
@@ -393,7 +394,7 @@ class Topology:
 
     def _exchange(self, members: Order) -> float:
         """Return the bytes/s of an all-to-all among devices of a node: over the pairs' direct
-        links, or through the host.
+        links (pairs without one use the host), or all through the host if that is faster.
         """
         _, host_bandwidth = self._inside
         if self._links is None:

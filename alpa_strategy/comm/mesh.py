@@ -102,8 +102,8 @@ class AxisComm:
         self._shared = self._in_shared_memory() if self._is_gloo else None
 
     def all_reduce(self, tensor: Tensor, op: str = "sum") -> Tensor:
-        """Return the `sum` or `max` over the axis, the same bits everywhere; `tensor` on one
-        device.
+        """Return the `sum` or `max` over the axis (of booleans: whether any is True), the same bits
+        everywhere; `tensor` on one device.
         """
         if self.size == 1:
             return tensor
@@ -463,11 +463,11 @@ def message_groups(channels: Sequence[Sequence[int]], group: Any = None) -> list
     """Return the process groups of (forward, backward) messages of each channel.
 
     Collective as meshes are. gloo tells messages apart by their tags, so that the default group
-    (None) is used for all. NCCL pairs messages by their order: each channel and direction needs a
-    communicator, in which the micro-batches have one order.
+    (None) is used for all, whatever `group` is. NCCL pairs messages by their order: each channel
+    and direction needs a communicator, in which the micro-batches have one order.
 
     Args:
-        channels: the ranks of each, ascending.
+        channels: the ranks of each in `group`, ascending.
     """
     # Without channels there may be one device alone, and no process group.
     if not channels or dist.get_backend() == "gloo":

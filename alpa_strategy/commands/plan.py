@@ -270,14 +270,17 @@ def _tuned(
     console: Console,
     planned: Callable[[Sequence[str]], tuple[Plan, "PlanTask"]],
 ) -> tuple[Plan, "PlanTask", int]:
-    """Plan with several batch sizes around the recipe's, print a table, and return the best plan
-    with its task and its batch size.
+    """Plan with several batch sizes around the recipe's, print a table, and return the plan of
+    `best_batch` with its task and its batch size.
+
+    A number of micro-batches in the recipe does not count; one in `overrides` holds for all sizes.
 
     Args:
         planned: overrides -> (plan, task).
 
     Raises:
-        AlpaError: the recipe has no batch size, or no batch size has a plan.
+        OptionError: the recipe's batch size is no whole number above 0.
+        PlanError: of the smallest batch size that was tried, if none has a plan.
     """
     from alpa_strategy.planner.batch_size import best_batch, tune_batch
 

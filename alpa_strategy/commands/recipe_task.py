@@ -148,10 +148,12 @@ def split_overrides(overrides: Sequence[str]) -> tuple[dict[str, Any], list[str]
     """Split the overrides of `alpa plan` into those of the cluster and those of the recipe.
 
     Returns:
-        The cluster's fields and values, and the recipe's overrides, with `plan.` as `strategy.`.
+        The cluster's fields with their values, as text, and the recipe's overrides, with `plan.` as
+        `strategy.`.
 
     Raises:
-        OptionError: an override has an unknown key, or is not of the form key=value.
+        OptionError: the first name of an override is unknown, `cluster` or `plan` stands without a
+            field, or a cluster's override has no `=`. The recipe's are not checked further.
     """
     to_cluster: dict[str, Any] = {}
     to_recipe: list[str] = []

@@ -163,8 +163,8 @@ def _entry_from_dict(data: dict[str, Any]) -> OpTime:
     """Return an entry of the file of measured ops.
 
     Raises:
-        ValueError: a time is negative.
-        KeyError: a field is missing.
+        ValueError: a time is negative or no number.
+        KeyError, TypeError: a field is missing, or of another type.
     """
     seconds = float(data["forward"]), float(data["backward"])
     if min(seconds) < 0:
@@ -206,7 +206,7 @@ def measure_ops(
     """Measure the calls that `table` does not have, longest expected first, within the budget.
 
     Views are skipped. So are calls that do not run by themselves on random data, and calls that
-    need more than half of the free memory. Calls are measured several times while the budget
+    need more than half of the free memory. Calls are measured up to `PASSES` times while the budget
     lasts; the table gets the least seconds of forward and of backward.
 
     Args:

@@ -41,8 +41,10 @@ REFERENCE_WIDTH = 128
 
 
 def rated_dtype(device: DeviceSpec, name: str) -> str:
-    """Return the dtype whose FLOP/s `device` names, to take for operands of the dtype `name`:
-    itself, else one of `FALLBACKS`, else the slowest.
+    """Return the dtype whose FLOP/s `device` names, to take for operands of the dtype `name`.
+
+    It is `name` itself, else the first of its `FALLBACKS` that the device names (float32 for a
+    dtype without any), else the slowest one of the device.
     """
     peaks = dict(device.peak_flops)
     for candidate in (name, *FALLBACKS.get(name, ("float32",))):

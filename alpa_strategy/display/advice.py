@@ -167,7 +167,7 @@ def _larger_batch(
     plan: Plan, memory_limit: float | None, schedule: ScheduleTimeline | None
 ) -> list[Change]:
     """Return two changes: twice as many accumulated batches, and a batch twice as large (a change
-    of the cluster if it does not fit). More samples share what takes time once per step.
+    of the cluster unless it is known to fit). More samples share what takes time once per step.
 
     Args:
         plan: the plan.

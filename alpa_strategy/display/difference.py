@@ -57,7 +57,7 @@ def _add_seconds(table: Table, before: Plan, after: Plan) -> None:
 
 
 def _add_texts(table: Table, before: Plan, after: Plan) -> None:
-    """Add rows of what the plans decide: devices, stages, micro-batches, schedule and meshes."""
+    """Add rows of texts: devices, what the plans decide, batch, precision and optimizer."""
     facts: list[tuple[str, Callable[[Plan], str]]] = [
         ("devices", lambda plan: str(num_devices(plan))),
         ("stages", lambda plan: str(len(plan.stages))),

@@ -110,8 +110,11 @@ def slow_boundaries(plan: Plan) -> list[tuple[float, int]]:
 
 
 def _messages(plan: Plan) -> list[str]:
-    """Return a line about the messages of the slowest boundary, if it is slow or if its messages
-    take longer than any collective, and how many other boundaries are slow; else [].
+    """Return a line about the boundary with the longest messages (of the slow ones, if there are
+    any), and how many boundaries are slow.
+
+    [] if no boundary is slow, and a step's messages there take no longer than the longest
+    collective, or less than `WORTH_SAYING` of the step.
     """
     messages = boundary_messages(plan)
     if not messages:

@@ -60,6 +60,8 @@ class OpRow:
 def op_rows(pattern: str = "*") -> list[OpRow]:
     """Return the ops whose names match a glob pattern; `linear` stands for `*linear*`.
 
+    If none does, they are the pointwise overloads of the op of this name, which need no row.
+
     Raises:
         OptionError: no op matches, or the op that is named has no rule.
     """

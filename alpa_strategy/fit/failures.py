@@ -35,11 +35,11 @@ def no_faster_plan(seconds: float) -> PlanError:
 
 
 def nothing_fits(failures: Sequence[Failure], limit: float) -> PlanError:
-    """Return one error with the reasons of all configurations: its first line has the least need,
-    and those that need least are listed first.
+    """Return one error with the reasons of configurations as `no_plan_error` lists them, those that
+    need least first. The first line has the least need, if one is known.
 
     Args:
-        failures: of all configurations.
+        failures: of all configurations, at least one.
         limit: bytes that a plan may use.
     """
     ordered = sorted(failures, key=lambda failure: needed_bytes(failure[1], limit))

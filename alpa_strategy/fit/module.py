@@ -123,8 +123,8 @@ def _has_experts(config: Any) -> bool:
 
 
 def _with_adapters(model: torch.nn.Module, rank: int) -> torch.nn.Module:
-    """Return the model with LoRA adapters at all linear layers; the rest is frozen. SetupError
-    without peft.
+    """Return the model with LoRA adapters at all linear layers but the output layer; the rest is
+    frozen. SetupError without peft.
     """
     peft = library("peft")
     settings = peft.LoraConfig(r=rank, target_modules="all-linear", task_type="CAUSAL_LM")

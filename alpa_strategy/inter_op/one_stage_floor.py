@@ -139,7 +139,9 @@ def _seconds_once(intra: IntraOp, index: int, kinds: Collection[str]) -> np.ndar
 
 
 def _longest(intra: IntraOp, collectives: Sequence[tuple[str, int, int]]) -> float:
-    """Return the seconds of collectives (kind, mesh axis, bytes), in the slower buckets."""
+    """Return the seconds of collectives (kind, mesh axis, bytes), each in buckets of the size in
+    which it is slower.
+    """
     total = 0.0
     for kind, axis, num_bytes in collectives:
         link = intra.mesh.axes[axis]

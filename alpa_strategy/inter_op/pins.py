@@ -190,8 +190,8 @@ def _pinned_readers(
 
 
 def pinned_places(step: StepGraph, cluster: ClusterSpec, options: PlanOptions) -> dict[str, Place]:
-    """Return, per name of a parameter in `options.device_map`, its mesh: (first device, number of
-    devices).
+    """Return, per name of a parameter in `options.device_map`, its mesh: (position of the first
+    device in the cluster's order, number of devices).
 
     Raises:
         OptionError: a pattern matches no parameter.

@@ -240,7 +240,7 @@ class StageFit:
         """Reduce the reserve, which is what one solution needs; another may need less.
 
         Raises:
-            DoesNotFitError: `error`, if that cannot help.
+            DoesNotFitError: that cannot help: `error`, or an error with the bytes that are needed.
         """
         share = self._update_share
         if error.least_bytes is None:

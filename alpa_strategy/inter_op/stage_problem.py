@@ -472,8 +472,9 @@ class RematSpans:
         return bisect_right(self.starts, op) - 1
 
     def of_use(self, transfer: Transfer, use: Use) -> int:
-        """Return the segment in which a value is resharded for a use: its maker's if it leaves the
-        stage.
+        """Return the segment in which a value is resharded for a use: that of the op that uses it.
+
+        For a value that leaves the stage it is its maker's, the last one for an input.
         """
         if (span := self.of_choice(use.choice)) is not None:
             return span

@@ -33,10 +33,11 @@ def cluster_layers(step: StepGraph, num_layers: int | None = None) -> tuple[int,
     """Return the op indices that split the step into layers, from 0 to the number of ops: layer i
     is ops [cuts[i], cuts[i + 1]).
 
-    They are between the repeated blocks of the model if that is as good: equal layers are solved
-    once. Else they minimise the largest number of bytes at a cut, then the sum of bytes, then the
-    variance of the layers' FLOPs. No layer has more than (1 + `EXCESS`) times the average FLOPs
-    (more if single ops force it), nor, if that is possible, less than `LEAST` times it.
+    With the default number of layers they are between the repeated blocks of the model, if that is
+    about as good (`SAME_BYTES`): equal layers are solved once. Else they minimise the largest
+    number of bytes at a cut, then the sum of bytes, then the variance of the layers' FLOPs. No
+    layer has more than (1 + `EXCESS`) times the average FLOPs (more if single ops force it), nor,
+    if that is possible, less than `LEAST` times it.
 
     Raises:
         PlanError: there are fewer ops than layers.

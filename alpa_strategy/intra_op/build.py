@@ -449,9 +449,9 @@ def kept_values(step: StepGraph, ops: Sequence[OpOptions], constants: frozenset[
     those that fused ops recompute.
 
     From the last op to the first: results of an op that fuses are not saved if its operands are, or
-    if these are smaller. But results that a matmul reads in the backward are saved: they would be
-    written to memory for it. PyTorch's partitioner takes a minimum cut of the same graph, with the
-    same exception.
+    if these are smaller (for a view, as large). But results that an op that does not fuse (a
+    matmul) reads in the backward are saved: they would be written to memory for it. PyTorch's
+    partitioner takes a minimum cut of the same graph, with the same exception.
     """
     saved: set[int] = set()
     # for products

@@ -164,9 +164,9 @@ def _penalized_transfers(
 
 def least_of_equals(intra: IntraOp) -> IntraOp:
     """Return the same problem in which, of layouts with the same cost, those with fewer bytes are
-    better.
+    better: each byte costs `TIE` seconds.
 
-    That is for layouts of parameters and of values that go to other stages.
+    That is for layouts of parameters, and of values that come from other stages or go to them.
     """
     indices = set(range(len(intra.parameters)))
     for boundary in (*intra.received.values(), *intra.sent.values()):

@@ -18,7 +18,7 @@ from alpa_strategy.errors import ShardingError
 
 def chunk_range(size: int, num_chunks: int, index: int) -> tuple[int, int]:
     """Return start and stop of chunk `index` of `size` elements in `num_chunks` chunks, the first
-    of which may be larger by one.
+    `size % num_chunks` of which are larger by one.
     """
     base, extra = divmod(size, num_chunks)
     start = index * base + min(index, extra)

@@ -477,7 +477,7 @@ class Checkpoints:
         check_checkpoint_paths(self._trainer, self._form == "sharded" and world_size() > 1)
 
     def remove(self, path: str | Path, checkpoint_io: Any) -> None:
-        """Remove a checkpoint of either form."""
+        """Remove a checkpoint of either form, on rank 0 (`CheckpointWriter.remove`). Collective."""
         if not self._writes_through(checkpoint_io, path):
             self._writer_now().remove(path)
         elif self._trainer.is_global_zero:

@@ -184,6 +184,8 @@ class FullParameters:
     def _write_back(self, with_gradients: bool, awaits_backward: bool = False) -> None:
         """Write changes of the full tensors into the shards. No communication.
 
+        With `awaits_backward`, data that replaced a parameter's is written by `end_of_backward`.
+
         Args: as of `entered`.
         """
         store = self.store

@@ -223,7 +223,7 @@ _SUMMARY_ITEMS = (
 
 
 def job_cluster(job: Job) -> ClusterSpec:
-    """Return the cluster to plan for: the job's devices with declared or measured costs.
+    """Return the cluster to plan for: one replica's devices, with declared or measured costs.
 
     Collective.
     """
@@ -301,7 +301,7 @@ def _replanned(task: PlanTask, job: Job, running: Plan) -> Plan:
 
 
 def _with_known_costs(task: PlanTask, job: Job) -> PlanTask:
-    """Return the task with the op times that were measured before, if costs are measured."""
+    """Return the task with op times of earlier runs, if costs are measured and none are given."""
     if not task.cluster.measured or task.options.costs is not None:
         return task
     costs = RooflineCosts(task.cluster.device, OpTable.load(_op_times(job)), job.options.compile)

@@ -539,7 +539,7 @@ class Run(ShardedRun):
         """Report how long a step takes if the training ends before it was reported.
 
         Returns:
-            Median seconds of a step; None if too few were measured.
+            Seconds of a step: the median, on GPUs the mean; None if too few were measured.
         """
         starts = self._step_starts[MEASURED_STEPS.start :]
         if self.measured_step_seconds is None and len(starts) >= LEAST_MEASURED:

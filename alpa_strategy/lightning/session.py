@@ -405,7 +405,9 @@ class Session:
         _show_plan(run, job)
 
     def end_evaluation(self) -> None:
-        """End a loop over evaluation batches; a module that was sharded for it is unsharded."""
+        """End a loop over evaluation batches; a module that was sharded for it is unsharded, if it
+        fits.
+        """
         # Before anything else, as ranks with remaining batches may need this rank's shards.
         if self.run is not None:
             self.run.end_evaluation()

@@ -244,7 +244,7 @@ class StepProfile:
             run.say(f"alpa: trace of all ranks, for https://ui.perfetto.dev: {self.trace}")
 
     def _folder(self) -> Path:
-        """Return the Trainer's `log_dir`, or its root folder. Collective."""
+        """Return the Trainer's `log_dir`; `local_folder` if it is None or a URL. Collective."""
         trainer = self._strategy.lightning_module.trainer
         folder = trainer.log_dir
         if folder is None or is_url(folder):

@@ -103,8 +103,8 @@ def microbatch(step: StepGraph, num_microbatches: int, num_ranks: int = 1) -> Mi
 def _num_runs(step: StepGraph, num_microbatches: int, num_ranks: int) -> int:
     """Return the runs of samples of which every micro-batch has a chunk: 1 or `num_ranks`.
 
-    An op that combines the samples of a rank is exact only in micro-batches of whole ranks, which
-    have a single run.
+    It is 1 if micro-batches can be whole ranks, and an op combines the samples of a rank (it is
+    exact only so) or the samples of a rank cannot be divided into equal chunks.
     """
     if num_ranks % num_microbatches != 0:
         return num_ranks

@@ -288,7 +288,12 @@ class Pipeline:
             shared.add([next(arrived) for _ in shared.transfers])
 
     def _given_values(self, index: int, received: Values) -> list[Values]:
-        """Return by micro-batch this rank's shards of the given values that stage `index` reads."""
+        """Return by micro-batch this rank's shards of the prologue's values that stage `index`
+        reads. Values by rows are cut into micro-batches; others are the same for all.
+
+        Args:
+            received: the values in full, of the whole batch.
+        """
         stage = self.spec.stages[index]
         coordinate = self._local_stages[index].mesh.coordinate
         num_microbatches = self.spec.micro.num_microbatches

@@ -51,8 +51,8 @@ class PipelineFirst:
 
     @property
     def noted_pipeline(self) -> Plan | None:
-        """The pipeline, with a note that says why it is the plan if one stage does not fit on other
-        meshes than `slower_meshes`; None: there is no pipeline.
+        """The pipeline; None: there is none. With several stages it gets a note that one stage does
+        not fit, or takes longer on `slower_meshes`: true if it does not fit on other meshes.
         """
         if self.pipeline is None or len(self.pipeline.stages) == 1:
             return self.pipeline

@@ -260,8 +260,9 @@ class PipelineSearch:
         return None
 
     def _untried_counts(self) -> list[int]:
-        """Return the numbers of micro-batches for which not all stages were priced: those with more
-        first, whose activations need less memory. [] if there is a plan already.
+        """Return the numbers of micro-batches for which not all stages were priced. Those above the
+        largest priced one come first, the largest first: activations need less memory. Those below
+        it follow, the smallest first. [] if there is a plan already.
         """
         if self._known < math.inf:
             return []

@@ -203,7 +203,10 @@ class GradientReducer:
 
     def _build(self, parameters: Iterable[ShardedParameter]) -> None:
         """Add buckets of gradients of one kind each, ordered by when their last gradient is
-        made.
+        made. Gradients that need no sum, or another collective, are in no bucket.
+
+        Args:
+            parameters: in the order in which their gradients are made.
         """
         parameters = list(parameters)
         all_bytes = sum(sharded.used_bytes for sharded in parameters)

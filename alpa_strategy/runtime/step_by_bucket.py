@@ -79,8 +79,11 @@ def can_step_in_parts(optimizer: Optimizer) -> bool:
 
 @contextmanager
 def fused(optimizers: Iterable[Optimizer]) -> Iterator[None]:
-    """Context in which torch's Adam, AdamW and SGD (no subclasses) step in one fused kernel, if
-    their user has not chosen an implementation. At its end, `fused` is None again in their groups.
+    """Context in which torch's Adam, AdamW and SGD (no subclasses) step in fused kernels.
+
+    Groups stay as they are if their user has chosen an implementation, if they are differentiable,
+    or if a parameter is not of floating point. At the end, `fused` is None again in the others;
+    their step counts stay in fp32 on the parameters' devices.
     """
     groups: list[tuple[Mapping[Any, Any], dict[str, Any]]] = []
     for optimizer in optimizers:

@@ -145,9 +145,9 @@ def _ring(call: OpCall, axis_size: int) -> tuple[Split | None, ...]:
 def _fits_ring(
     shapes: list[tuple[int, ...]], is_causal: bool, enable_gqa: bool, axis_size: int
 ) -> bool:
-    """Whether shapes of query, key and value are those that ring attention can divide.
-
-    Batch dims, widths, and heads unless query heads share those of keys, must be the same.
+    """Whether ring attention can divide query, key and value of these shapes, of 4 dims. Batch,
+    width and heads must be the same (with `enable_gqa` not the query's heads); if it is causal the
+    rows, too, a multiple of 2 `axis_size`. Rows of key and value must be the same in any case.
     """
     query, key, value = shapes
     if len(query) != 4:

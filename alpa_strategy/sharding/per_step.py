@@ -162,7 +162,8 @@ def _per_step(graph: StepGraph, groups: Sequence[frozenset[int]], ops: Collectio
 
 
 def _with_own_constants(graph: StepGraph, moved: set[int], constant: set[int]) -> set[int]:
-    """Return `moved` with those of the ops `constant` whose results no other op needs.
+    """Return `moved` with those of the ops `constant` whose results only moved ops read, at least
+    one of them, and which do not leave the step.
 
     Args:
         moved: indices of ops that run once per step.

@@ -88,6 +88,7 @@ def linear_sets(call: OpCall, linear: tuple[tuple[int, ...], ...]) -> tuple[froz
     """Return the sets of operands for sets of tensor argument positions; (-1,) stands for all.
 
     A set is left out if one of its arguments is no tensor, or is used outside of the set as well.
+    Positions that the call does not have are skipped; a set of these alone is left out.
     """
     flat = flat_tensor_arguments(call)
     sets = []

@@ -378,9 +378,11 @@ def axis_strategies(call: OpCall, axis_size: int) -> tuple[AxisStrategy, ...]:
 def op_strategies(
     call: OpCall, mesh_shape: tuple[int, ...]
 ) -> tuple[tuple[AxisStrategy, ...], ...]:
-    """Return every combination of strategies over the mesh axes.
+    """Return the combinations of strategies over the mesh axes: all in which at most one axis has
+    ring attention.
 
-    Later axes shard the chunks of earlier ones: strategies are those of the smallest chunk.
+    Later axes shard the chunks of earlier ones: strategies are those of the smallest chunk, and
+    collectives of earlier axes move fewer bytes (`_shrink_collectives`).
     """
     combinations: list[tuple[AxisStrategy, ...]] = [()]
     for axis, axis_size in enumerate(mesh_shape):
@@ -403,8 +405,11 @@ def op_strategies(
 def _shrink_collectives(
     strategies: tuple[AxisStrategy, ...], mesh_shape: tuple[int, ...]
 ) -> tuple[AxisStrategy, ...]:
-    """Return the strategies with an implementation's bytes divided by the later axes that shard its
-    first operand.
+    """Return the strategies, one per mesh axis, with fewer bytes in an implementation's collectives
+    if later axes shard the op's first operand.
+
+    The bytes are divided by the number of devices on these later axes, and rounded up. Axes that
+    have an implementation themselves do not count.
     """
     result = list(strategies)
     for i, strategy in enumerate(strategies):

@@ -120,7 +120,7 @@ class Forwards:
 
     def installed(self, root: nn.Module) -> AbstractContextManager[None]:
         """Return a context in which forwards of submodules of `root` are replaced: those that have
-        a program, and all with parameters if calls are recorded.
+        a program, and all with parameters if calls are recorded. Scripted ones stay as they are.
         """
         paths = {program.path for program in self._programs}
         patches = []

@@ -239,8 +239,8 @@ def repair(problem: Problem, assignment: Sequence[int], near: Neighbourhood) -> 
 
 def improve(problem: Problem, assignment: Sequence[int], near: Neighbourhood) -> list[int]:
     """Return an assignment after changing one choice at a time while the seconds fall, within the
-    memory limit. A copy of `assignment` if the result does not fit. Forbidden transfers are
-    expensive.
+    memory limit, in at most `MAX_SWEEPS` sweeps over all choices. A copy of `assignment` if the
+    result does not fit. Forbidden transfers are expensive.
     """
     current = list(assignment)
     for _ in range(MAX_SWEEPS):
