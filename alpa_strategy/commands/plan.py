@@ -120,7 +120,7 @@ def run(arguments: argparse.Namespace) -> int:
     to_cluster, overrides = split_overrides(arguments.overrides)
     cluster = ClusterSpec.load(arguments.cluster, to_cluster)
     console = make_console()
-    request: "FitRequest | None" = None
+    request: FitRequest | None = None
     # Of the plan that is stored.
     flags: tuple[str, ...] = ()
     texts = list(arguments.overrides)

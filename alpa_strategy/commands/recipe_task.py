@@ -179,7 +179,7 @@ def split_overrides(overrides: Sequence[str]) -> tuple[dict[str, Any], list[str]
 
 def example_batch(data: Any, recipe: Recipe) -> Any:
     """Return a batch of the right shapes: of `data.example_batch()`, or of the first samples of the
-    training dataset, as many as its loader puts into a batch.
+    training dataset, as many as its loader puts into the first batch.
 
     For the latter, the data is prepared and set up as for `fit`.
 
@@ -188,7 +188,8 @@ def example_batch(data: Any, recipe: Recipe) -> Any:
         recipe: for the message.
 
     Raises:
-        OptionError: the data module has neither `example_batch()` nor a map-style dataset.
+        OptionError: the data module has neither `example_batch()` nor a map-style dataset, or its
+            loader has no batch.
     """
     if hasattr(data, "example_batch"):
         return data.example_batch()
@@ -196,14 +197,21 @@ def example_batch(data: Any, recipe: Recipe) -> Any:
     data.setup("fit")
     loader = data.train_dataloader()
     try:
+        num_samples = min(loader.batch_size, len(loader.dataset))
         # Not by iterating the loader, which would start its workers.
-        samples = [loader.dataset[i] for i in range(loader.batch_size)]
+        samples = [loader.dataset[i] for i in range(num_samples)]
     except (AttributeError, TypeError, NotImplementedError):
         raise OptionError(
             f"{recipe.path}: data: {type(data).__name__} has neither example_batch() nor a"
             " map-style training dataset",
             "add a method example_batch() that returns a batch of the right shapes",
         ) from None
+    if num_samples == 0 or (loader.drop_last and num_samples < loader.batch_size):
+        raise OptionError(
+            f"{recipe.path}: data: the training loader has no batch: it has {num_samples} samples,"
+            f" and batch_size={loader.batch_size}",
+            "choose a smaller batch_size, or a dataset with more samples",
+        )
     return loader.collate_fn(samples)
 
 

@@ -4,9 +4,12 @@ model is a GPT.
 
 from pathlib import Path
 
+import lightning.pytorch as pl
 import pytest
 import torch
+from torch.utils.data import DataLoader, TensorDataset
 
+from alpa_strategy.commands.recipe_task import example_batch
 from alpa_strategy.errors import OptionError
 from alpa_strategy.recipe import build_data, build_model, load_recipe, read_yaml
 
@@ -238,6 +241,34 @@ def test_two_folders_with_modules_of_one_name(tmp_path):
         for folder in ("one", "two", "one")
     ]
     assert sizes == [1, 2, 1]
+
+
+class Pairs(pl.LightningDataModule):
+    """Ten pairs of numbers.
+
+    Args:
+        loader: arguments of the training loader.
+    """
+
+    def __init__(self, **loader):
+        super().__init__()
+        self.loader = loader
+
+    def train_dataloader(self):
+        pairs = TensorDataset(torch.arange(20.0).reshape(10, 2))
+        return DataLoader(pairs, **self.loader)
+
+
+@pytest.mark.parametrize(("batch_size", "num_rows"), [(4, 4), (16, 10)])
+def test_a_plan_is_for_the_first_batch_of_the_loader(batch_size, num_rows):
+    (rows,) = example_batch(Pairs(batch_size=batch_size), load_recipe("gpt_tiny"))
+    assert rows.shape == (num_rows, 2)
+
+
+def test_a_loader_without_a_batch_is_one_message():
+    data = Pairs(batch_size=16, drop_last=True)
+    with pytest.raises(OptionError, match="it has 10 samples, and batch_size=16"):
+        example_batch(data, load_recipe("gpt_tiny"))
 
 
 def test_read_yaml_refuses_a_list(tmp_path):
