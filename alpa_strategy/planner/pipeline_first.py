@@ -38,11 +38,13 @@ class PipelineFirst:
         pipeline: the best one; None: there is none.
         least_seconds: logical mesh -> the seconds that one stage takes at least.
         slower_meshes: the logical meshes on which the pipeline is better than one stage.
+        has_one_stage: whether one stage that computes micro-batches was among the candidates.
     """
 
     pipeline: Plan | None
     least_seconds: Mapping[tuple[int, ...], float]
     slower_meshes: frozenset[tuple[int, ...]] = frozenset()
+    has_one_stage: bool = False
 
     @property
     def is_better(self) -> bool:
@@ -96,7 +98,7 @@ def search_pipeline_first(
     slower_meshes = frozenset(
         shape for shape, seconds in least_on.items() if pipeline_seconds <= (1 - margin) * seconds
     )
-    return PipelineFirst(pipeline, least_on, slower_meshes)
+    return PipelineFirst(pipeline, least_on, slower_meshes, has_one_stage=not several)
 
 
 def _least_seconds(task: PlanTask, shared_seconds: float) -> dict[tuple[int, ...], float]:

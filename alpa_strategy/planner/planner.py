@@ -328,15 +328,14 @@ def _plan_without_one_stage(
     Raises:
         PlanError: `error`, that of the single stage, if none of these fits either.
     """
+    if first is not None and first.noted_pipeline is not None:
+        return _or_one_stage_in_microbatches(first.noted_pipeline, task, first)
+
     least_bytes = shared_bytes(task.step, task.cluster, task.optimizer)
-    pipeline = None if first is None else first.noted_pipeline
     if least_bytes <= task.memory_limit and _may_be_pipelined(task):
-        known = math.inf if pipeline is None else pipeline.predicted.step_seconds
         # If it fails, the error of the single stage describes the ordinary case.
         with suppress(PlanError):
-            return plan_pipeline(task.for_stages(), known)
-    if pipeline is not None:
-        return pipeline
+            return plan_pipeline(task.for_stages())
     if not isinstance(error, DoesNotFitError):
         raise error
 
@@ -351,6 +350,18 @@ def _plan_without_one_stage(
         with suppress(PlanError):
             return replace(plan_pipeline(on_host), fingerprint=task.fingerprint)
     raise error
+
+
+def _or_one_stage_in_microbatches(pipeline: Plan, task: PlanTask, first: PipelineFirst) -> Plan:
+    """Return the pipeline that was searched first, or one stage that computes micro-batches if that
+    is faster and was not among the candidates.
+    """
+    if first.has_one_stage:
+        return pipeline
+    with suppress(PlanError):
+        # With the seconds that are known, few of all candidates are priced again.
+        return plan_pipeline(task.for_stages(), known=pipeline.predicted.step_seconds)
+    return pipeline
 
 
 def _one_stage(task: PlanTask) -> Plan:
