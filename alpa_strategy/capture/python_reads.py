@@ -250,8 +250,8 @@ def attribute_guards(
 
 
 def _attribute_guard(owner: Any, name: str, label: str) -> ValueGuard | None:
-    """Return the guard on the attribute `name` of `owner`; None if it needs none, as methods and
-    objects of libraries.
+    """Return the guard on the attribute `name` of `owner`; None for what libraries' objects hold,
+    except plain values. A method's guard: no attribute of the object may hide it.
 
     The object's dict is read directly: a property or __getattr__ would run the user's code.
 
@@ -494,7 +494,7 @@ def _is_changed(before: Any, now: Any) -> bool:
 
 
 def changed_numbers(step: StepGraph, module: nn.Module, batch: Any) -> set[Place]:
-    """Return the locations of numbers that have changed since the step was captured.
+    """Return the locations of numbers that the step reads and that have changed since its capture.
 
     These are attributes of the module, items of dicts that are attributes, and leaves of the batch.
     """
@@ -584,7 +584,7 @@ def freed(guards: Sequence[ValueGuard], places: Sequence[Place]) -> tuple[ValueG
 
 
 def is_same_step(one: StepGraph, other: StepGraph, numbers: Mapping[str, Any]) -> bool:
-    """Whether two captures compute the same, apart from logs, outputs, metrics and attributes.
+    """Whether two captures compute the same, apart from logs, output, metrics, lists and attributes.
 
     Args:
         one, other: the captures.

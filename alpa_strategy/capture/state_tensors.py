@@ -58,7 +58,10 @@ def state_leaves(module: nn.Module, places: Iterable[Place]) -> list[Any]:
 
 
 def place_of(module: nn.Module, tensor: Tensor) -> Place | None:
-    """Return the attribute that has a tensor, or a container of it; None if there is none."""
+    """Return the attribute that has a tensor, or a container of it; None if there is none.
+
+    Parameters and buffers are not searched, and the whole value must be a state (`is_state`).
+    """
     for path, child in module.named_modules():
         for name, value in vars(child).items():
             if name in MEMBERS:
