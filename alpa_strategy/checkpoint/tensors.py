@@ -360,7 +360,7 @@ def from_file(path: Any, weights_only: bool | None, tensors: Mapping[str, Tensor
 
 def _mapped(value: Any, path: Path, kind: type, change: Callable[[Path, Any], Any]) -> Any:
     """Return `value` with `change(path, leaf)` in the place of every leaf of class `kind` in dicts
-    and lists; `value` itself if it has none.
+    and lists. Lists are new ones; a dict without such leaves and lists is returned itself.
     """
     if isinstance(value, kind):
         return change(path, value)

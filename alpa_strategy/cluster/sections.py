@@ -116,8 +116,8 @@ def read_host(fields: Fields) -> Host | None:
 
 
 def read_order(fields: Fields) -> str | Order:
-    """Read the field `order`: one of `ORDERS`, or ranks (whether they are all is not checked);
-    ClusterError if it is something else.
+    """Read the field `order`: one of `ORDERS` (the first if there is no field), or ranks (whether
+    they are all is not checked); ClusterError if it is something else.
     """
     order = fields.value("order", EXPECTED_ORDER, ORDERS[0])
     if isinstance(order, list | tuple) and all(type(rank) is int for rank in order):
