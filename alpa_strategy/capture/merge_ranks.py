@@ -161,7 +161,7 @@ class _Merger:
     # Shapes
 
     def _of_all(self, meta: TensorMeta, dim: int | None) -> TensorMeta:
-        """Return metadata with the ranks joined along `dim` (None: as it is); a number's: [ranks]."""
+        """Return metadata with ranks joined along `dim` (None: as it is); a number's: [ranks]."""
         if dim is None:
             return meta
         if not meta.shape:

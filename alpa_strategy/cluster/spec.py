@@ -371,8 +371,8 @@ class ClusterSpec:
         return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()[:16]
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain data for JSON or YAML; inverse of `from_dict`. Most fields with their default
-        values are left out.
+        """Return plain data for JSON or YAML; inverse of `from_dict`. Most fields that have their
+        defaults are left out.
         """
         data = changed_fields(self, "tables", "measured")
 

@@ -117,7 +117,8 @@ class RankZero:
     def result_of(self, work: Callable[[], Any], work_name: str) -> Any:
         """Run `work` on rank 0; return its result (pickled) on every rank.
 
-        An AlpaError of `work` is raised on every rank.
+        An AlpaError of `work` is raised on every rank, another error on rank 0 alone: the others
+        wait until the timeout.
 
         Args:
             work_name: name of the work in the error below.
@@ -154,7 +155,7 @@ class RankZero:
         return result
 
     def meet(self, name: str, text: str, timeout_seconds: float) -> dict[int, str]:
-        """Exchange a text under `name`, and return rank -> text of those that arrived in time.
+        """Exchange a text under `name`; return rank in the group -> text of those in time.
 
         It waits until all ranks have sent one, or `timeout_seconds`.
         """
@@ -185,7 +186,7 @@ def lasting_group(use: Any, ranks: Sequence[int] | None = None, **options: Any) 
 
     Args:
         use: name of the use.
-        ranks: of the job; None: all.
+        ranks: of the job; None: all. On other ranks the result is `NON_GROUP_MEMBER`.
         options: of `torch.distributed.new_group`.
     """
     _forget_groups_of_other_jobs()

@@ -113,8 +113,8 @@ class OpTable:
         return table
 
     def save(self) -> None:
-        """Write the table to its path, atomically, with what other jobs have added there. Does
-        nothing without a path.
+        """Write the table to its path, atomically, with what other jobs have added there, which it
+        gets as well. Does nothing without a path.
         """
         if self.path is None:
             return

@@ -162,7 +162,12 @@ def _saved_by_attention(call: OpCall, no_results: tuple[bool, ...], num_rows: in
 
 
 def _saved_in_run(call: OpCall, mode: FakeTensorMode, compiled: bool) -> Saved:
-    """Run `call` forward and backward in `mode`; whatever its kernels raise is passed on."""
+    """Return what autograd saves in a run of `call`, forward and backward, on fake tensors of
+    `mode`; whatever its kernels raise is passed on.
+
+    Args:
+        compiled: as of `find_saved`.
+    """
     saved: list[Tensor] = []
 
     def pack(tensor: Tensor) -> Tensor:

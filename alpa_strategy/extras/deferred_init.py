@@ -125,7 +125,8 @@ class DeferredInit(ModuleInit):
 
         Raises:
             AlpaError: a parameter or buffer on the meta device has no values, and its module no
-                method to make them.
+                method to make them; or a parameter was changed in place after it was recorded.
+            RuntimeMismatchError: the ranks have recorded different ops.
         """
         if self._recorder is None:
             return

@@ -236,7 +236,9 @@ class EagerFullyShard:
     # While it is active
 
     def need(self, parameter: nn.Parameter) -> None:
-        """Make a parameter full. Collective as `OnDemandGather.fetch`, unless it is full."""
+        """Make a sharded parameter of the pass full, and the others of its unit. Collective as
+        `OnDemandGather.fetch`, unless it is full or not sharded.
+        """
         self._stays_full |= torch._C._functorch.peek_interpreter_stack() is not None
         if parameter in self._full or parameter not in self._shards:
             return

@@ -40,7 +40,7 @@ class JobWatch:
         self._signals.install()
 
     def before_evaluation(self) -> None:
-        """Handle the signals of all ranks, and check that all come to the evaluation. Collective.
+        """Tell the other ranks that this one pauses, and check that all do. Collective.
 
         Raises:
             RuntimeMismatchError: other ranks still train.
