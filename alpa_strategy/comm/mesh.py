@@ -270,7 +270,7 @@ class AxisComm:
         return Pending(lambda: row, work, self._is_polled)
 
     def _start_even_exchange(self, rows: Tensor) -> Pending:
-        """Launch an exchange: chunk i of `rows` goes to device i, chunk i of the result is from it."""
+        """Launch an exchange: chunk i of `rows` goes to device i, as chunk i comes from it."""
         received = torch.empty_like(rows)
         work = self._library.all_to_all_single(
             as_bytes(received), as_bytes(rows), None, None, self.group, True

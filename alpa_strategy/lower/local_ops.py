@@ -423,9 +423,8 @@ def _normalised(
 
 
 def _check_ids(valid: Tensor, name: str) -> None:
-    """Raise IndexError unless all ids are valid: masking would hide ids that the full op rejects.
-
-    On accelerators the kernel asserts it, without synchronising the host.
+    """Raise IndexError unless all of `valid` are True: masking would hide ids that the full op
+    rejects. On accelerators the kernel asserts it, without synchronising the host.
     """
     if valid.device.type != "cpu":
         torch._assert_async(valid.all(), f"{name} out of range")
@@ -475,7 +474,7 @@ def vocab_bags(
         first_id: id of the first local row.
         vocabulary: number of ids of all devices.
         weight: [local rows, width].
-        weights: of the ids in their bag, [n, k].
+        weights: of the ids in their bag, [n, k]; None: 1 each.
         mode: 0: sums, 1: means.
         padding_idx: of the full table; its rows count nothing.
 

@@ -43,7 +43,7 @@ class JobWatch:
         """Tell the other ranks that this one pauses, and check that all do. Collective.
 
         Raises:
-            RuntimeMismatchError: other ranks still train.
+            RuntimeMismatchError: other ranks still train, or have no more batches.
         """
         if self._signals is not None:
             self._signals.meet(PAUSES)
