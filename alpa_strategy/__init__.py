@@ -96,8 +96,8 @@ def __getattr__(name: str) -> Any:
 
 
 def _register() -> None:
-    """Make `strategy="alpa"` (and `alpa_notebook`) known to Lightning, and checkpoint directories to
-    its loading; switch on all extras.
+    """Make `strategy="alpa"` (and `alpa_notebook`) known to Lightning, and checkpoint directories
+    to its loading; switch on all extras.
     """
     with without_collections():
         strategy = importlib.import_module("alpa_strategy.strategy")

@@ -95,6 +95,7 @@ def version(url: str) -> str:
 
     Raises:
         FileNotFoundError: there is none.
+        UrlError, SetupError: as of `_using`.
     """
     with _using(url, "read") as (file_system, path):
         file_system.invalidate_cache()

@@ -266,7 +266,9 @@ class Autocast:
         self._regions.append((node, state))
 
     def exit(self, node: Any) -> None:
-        """Close the region that `node` opened."""
+        """Close the region that `node` opened. With the outermost, casts of parameters are
+        forgotten.
+        """
         self._regions = [region for region in self._regions if region[0] is not node]
         if not self._regions:
             self._cast_parameters.clear()

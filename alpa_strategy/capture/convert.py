@@ -165,7 +165,7 @@ class _Converter:
             )
 
     def _source_of(self, node: fx.Node) -> str:
-        """Return the user's line of the first op that reads a node."""
+        """Return the user's line of the first op that reads a node, or `line unknown`."""
         for user in node.users:
             if user in self.trace.origins:
                 return self.trace.origins[user][1]

@@ -185,7 +185,9 @@ class ConstantValues:
         self._sources[node] = frozenset({name})
 
     def _can_run(self, node: fx.Node) -> bool:
-        """Whether a node's value can be computed: it is the same at every step, and not large."""
+        """Whether a node's value can be computed now: its inputs are known, it is the same at every
+        step, and its tensors have at most `MAX_ELEMENTS` elements each.
+        """
         if not all(n in self._values for n in node.all_input_nodes):
             return False
         if not isinstance(node.target, torch._ops.OpOverload):

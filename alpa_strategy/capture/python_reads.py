@@ -494,7 +494,7 @@ def _is_changed(before: Any, now: Any) -> bool:
 
 
 def changed_numbers(step: StepGraph, module: nn.Module, batch: Any) -> set[Place]:
-    """Return the locations of numbers that the step reads and that have changed since its capture.
+    """Return the locations of numbers that the step reads and that changed after its capture.
 
     These are attributes of the module, items of dicts that are attributes, and leaves of the batch.
     """
@@ -584,7 +584,7 @@ def freed(guards: Sequence[ValueGuard], places: Sequence[Place]) -> tuple[ValueG
 
 
 def is_same_step(one: StepGraph, other: StepGraph, numbers: Mapping[str, Any]) -> bool:
-    """Whether two captures compute the same, apart from logs, output, metrics, lists and attributes.
+    """Whether two captures compute the same, apart from output, logs, metrics, lists, attributes.
 
     Args:
         one, other: the captures.

@@ -523,8 +523,8 @@ def _capture_device(
 ) -> torch.device:
     """Return the device of the fake tensors. Tracing allocates no memory on it.
 
-    It is the first parameter's device if that is an accelerator. For other parameters it is a GPU if
-    `context` casts for GPUs, else the CPU.
+    It is the first parameter's device if that is an accelerator. Else it is a GPU if `context`
+    casts for GPUs and there is one, else the CPU.
     """
     device = next((p.device for p in module.parameters()), torch.device("cpu"))
     if device.type not in ("meta", "cpu"):

@@ -186,7 +186,7 @@ def lasting_group(use: Any, ranks: Sequence[int] | None = None, **options: Any) 
 
     Args:
         use: name of the use.
-        ranks: of the job; None: all. On other ranks the result is `NON_GROUP_MEMBER`.
+        ranks: of the job; None: all. Other ranks get no group: `NON_GROUP_MEMBER` or None.
         options: of `torch.distributed.new_group`.
     """
     _forget_groups_of_other_jobs()

@@ -95,6 +95,9 @@ def request_of(origin: Origin, cluster: ClusterSpec) -> FitRequest | None:
     Args:
         origin: a recipe or a model by name.
         cluster: that it is planned for.
+
+    Raises:
+        OptionError: a flag is unknown, or has a wrong value.
     """
     if not is_by_name(origin.recipe):
         return None

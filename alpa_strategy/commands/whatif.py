@@ -86,7 +86,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     Raises:
         PlanError: there is no plan with all changes. The table was printed.
-        AlpaError: an argument, the recipe or the cluster cannot be used. Nothing was printed.
+        AlpaError: an argument, the recipe or the cluster cannot be used.
     """
     # What was planned for the same inputs is not planned again.
     stored = Plan.load(arguments.recipe) if _is_plan_file(arguments.recipe) else None
