@@ -29,8 +29,8 @@ def after_first_call(
     """Capture the second call of a step that sets attributes in its first call.
 
     Libraries install their hooks that way. It is an initialization if the second call sets no
-    attribute and computes the same: then the attributes stay set. Numbers that the second call sets once more become inputs
-    (`self.calls += 1`).
+    attribute and computes the same: then the attributes stay set. Numbers that the second call sets
+    once more become inputs (`self.calls += 1`).
 
     Args:
         graph: of the first call.

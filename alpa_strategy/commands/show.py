@@ -36,6 +36,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     Raises:
         AlpaError: the plan cannot be read, or the page or picture cannot be written.
+        OSError: the details of a plan at a URL cannot be read.
     """
     plan = Plan.load(arguments.plan)
     console = make_console()

@@ -237,7 +237,7 @@ class EagerFullyShard:
 
     def need(self, parameter: nn.Parameter) -> None:
         """Make a sharded parameter full, with the others of its unit. Collective as
-        `OnDemandGather.fetch`; nothing happens if it is full or not sharded, or outside of `in_use`.
+        `OnDemandGather.fetch`; no effect if it is full or not sharded, or outside of `in_use`.
         """
         self._stays_full |= torch._C._functorch.peek_interpreter_stack() is not None
         if parameter in self._full or parameter not in self._shards:
