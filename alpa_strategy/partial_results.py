@@ -383,8 +383,8 @@ def _checksum(data: Any) -> str:
 
 
 def _encoded(value: Any) -> Any:
-    """Return an array of floats, integers or booleans as JSON, bit for bit; anything else
-    unchanged.
+    """Return an array of floats, integers (both with 64 bits) or booleans as JSON, bit for bit;
+    anything else unchanged.
     """
     if not isinstance(value, np.ndarray):
         return value

@@ -142,8 +142,8 @@ class _Merger:
         self._repeated: dict[tuple[int, int], ValueRef] = {}
 
     def merged(self) -> StepGraph:
-        """Return the step of the global batch: batch leaves are stacked over ranks, ops run per
-        rank. CaptureError if ranks change a parameter apart.
+        """Return the step of the global batch: the ranks' batch leaves are joined along dim 0.
+        CaptureError if ranks change a parameter apart.
         """
         for entry in (*self.step.parameters, *self.step.constant_inputs):
             self.state[entry.value] = Merged(self.builder.add_value(entry.meta))

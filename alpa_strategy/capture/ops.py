@@ -259,6 +259,7 @@ def grouped_mm(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
 
 @grouped_mm.register_fake
 def _(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
+    """Return a result without values; ValueError if the shapes of `x` and `weight` do not fit."""
     if x.dim() != 2 or weight.dim() != 3 or x.shape[1] != weight.shape[1]:
         raise ValueError(
             f"grouped_mm takes [s, k] and [e, k, n], got {tuple(x.shape)} and {tuple(weight.shape)}"

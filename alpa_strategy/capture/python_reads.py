@@ -76,8 +76,8 @@ MODULE_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_bac
 
 @contextmanager
 def attribute_reads(module: nn.Module) -> Iterator[Reads]:
-    """Collect every attribute that a module, or an object of a user's class, is asked for in the
-    block, and environment variables. Open files and libraries' iterators raise CaptureError.
+    """Collect what this thread reads in the block: attributes (no `__names__`) of modules and
+    users' objects, environment variables. Open files and libraries' iterators raise CaptureError.
     """
     reads = Reads()
     thread = get_ident()
@@ -368,7 +368,7 @@ class _GlobalGuards:
             self.add_inside(label, namespace[name])
 
     def add_closure(self, function: types.FunctionType) -> None:
-        """Guard a function's variables of enclosing functions."""
+        """Guard a function's variables of enclosing functions, and what is inside of them."""
         cells = user_code.closure_values(function)
         variables = Values(lambda name: cells[name].cell_contents)
         for name, cell in cells.items():
@@ -377,7 +377,7 @@ class _GlobalGuards:
             self.add_inside(name, cell.cell_contents)
 
     def add_defaults(self, function: types.FunctionType) -> None:
-        """Guard a function's default arguments: a dict among them may change."""
+        """Guard a function's default arguments (a dict may change), and what is inside of them."""
         for name in ("__defaults__", "__kwdefaults__"):
             defaults = getattr(function, name)
             if not defaults:
@@ -567,7 +567,7 @@ def counters_for(
 
 
 def freed(guards: Sequence[ValueGuard], places: Sequence[Place]) -> tuple[ValueGuard, ...]:
-    """Return the guards, changed to hold for any numbers at `places`."""
+    """Return the guards, changed to hold for any numbers at `places`, each of its present type."""
 
     def free(guard: ValueGuard) -> ValueGuard:
         value = guard.value

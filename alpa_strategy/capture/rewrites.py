@@ -326,7 +326,9 @@ class _FusedLinears:
             chain.append(self.step.ops[producer].operands[0])
 
     def _pieces(self, user: Op, dim: int) -> int | None:
-        """Return the number of pieces if `user` splits its operand along `dim` equally, or None."""
+        """Return the number of pieces if `user` splits its operand along `dim` equally; None if
+        not, or for one piece.
+        """
         if not _works_along(user, dim):
             return None
         sizes = [meta.shape[dim] for meta in user.call.results]
@@ -335,7 +337,9 @@ class _FusedLinears:
         return len(sizes)
 
     def _picked_apart(self, value: int, dim: int) -> bool:
-        """Whether every use of `value` takes slices along `dim`, maybe after one permutation."""
+        """Whether every use of `value` takes slices along `dim`, maybe after one permutation. False
+        if there is no use, or it leaves the step.
+        """
         uses = self._users(value)
         if len(uses) == 1 and uses[0].call.target in _PERMUTATIONS:
             # Permute a tensor in which only this dim has size 2 to see where the dim goes.

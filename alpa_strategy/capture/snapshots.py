@@ -337,8 +337,8 @@ def _restore_attributes(snapshot: Snapshot) -> None:
 
 
 def _state_of(value: Any) -> Any:
-    """Return a copy of the state of a random generator, an array or a tensor, in a form that can be
-    compared.
+    """Return a copy of the state of a random generator, an array, a tensor or shared memory, in a
+    form that can be compared.
     """
     if isinstance(value, Tensor):
         return value.clone()
@@ -361,7 +361,7 @@ def _changes_of_state(snapshot: Snapshot, _: OfData) -> dict[str, Any]:
 
 
 def _restore_state(snapshot: Snapshot) -> None:
-    """Write the former state back into the same random generator or array."""
+    """Write the former state back into the same random generator, array, tensor or memory."""
     items = snapshot.items
     before = snapshot.before
     if isinstance(items, np.ndarray | Tensor):

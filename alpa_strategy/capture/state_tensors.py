@@ -124,7 +124,7 @@ class StateInputs:
         return len(leaves) == len(stand_ins) and all(is_same)
 
     def guards(self) -> tuple[ValueGuard, ...]:
-        """Return guards on the structure, shapes and common memory of the values."""
+        """Return guards on the values: structure, shapes, dtypes, plain values, common memory."""
         guards = []
         for place, value in self._values.items():
             namespace: Mapping[Any, Any] = place.holder(self._module)

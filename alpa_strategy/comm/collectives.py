@@ -306,7 +306,9 @@ class Background:
         return self._error is not None
 
     def run(self, job: Callable[[], None]) -> threading.Thread:
-        """Queue a job, and return its thread; it is dropped when one before it has failed."""
+        """Queue a job, and return its thread. The job is dropped if one before it has failed, whose
+        error `wait` has not raised yet.
+        """
         before = self._last
 
         def work() -> None:

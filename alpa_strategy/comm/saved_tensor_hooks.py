@@ -302,7 +302,7 @@ class SavedTensorHooks:
 
     def _pack(self, tensor: Tensor) -> Any:
         """Return the object that autograd saves for `tensor`: a view with a recipe, or the tensor
-        itself if its memory has none.
+        itself (detached if it has a graph) if its memory has none.
         """
         recipe = None
         # A sparse tensor, for example, has no storage by which to recognize it.

@@ -284,7 +284,7 @@ def _no_recomputation(plan: Plan) -> list[Change]:
 
 
 def _faster_links(plan: Plan, schedule: ScheduleTimeline | None) -> list[Change]:
-    """Return links of twice the bandwidth. Args: as of `_larger_batch`."""
+    """Return the change to links of twice the bandwidth. Args: as of `_larger_batch`."""
     in_stages = plan.predicted.communication_seconds / 2
     between = _saved_by_faster_boundaries(plan, schedule)
     text = "links twice as fast"

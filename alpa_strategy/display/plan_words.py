@@ -244,7 +244,9 @@ def task_words(plan: Plan) -> str:
 
 
 def _words_of_unequal(summaries: Sequence[StageSummary]) -> list[str]:
-    """Return the kinds of parallelism of stages that differ, and how many stages have each."""
+    """Return texts on stages that differ: of each kind of parallelism the largest number of devices
+    and the stages with it; of ZeRO levels and checkpointing the number of stages.
+    """
     words = []
     for kind, sizes in (
         ("data", [summary.samples for summary in summaries]),

@@ -108,7 +108,9 @@ def _check_report(
 
 
 def _explained(path: str | Path, error: Exception) -> CheckpointError | None:
-    """Return an error that names the damaged or missing file, or None if no file explains it."""
+    """Return an error that names the damaged or missing file, or None if no file explains it.
+    CheckpointError is raised if it is an index that is damaged.
+    """
     if isinstance(error, CheckpointError):
         return error
     folder = Path(path)
