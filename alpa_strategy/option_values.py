@@ -193,7 +193,9 @@ def _ranks_of_text(text: str) -> list[int]:
 
 
 def _device_map(value: Any) -> tuple[tuple[str, tuple[int, ...]], ...]:
-    """Return (pattern, ranks) pairs of the option `device_map`."""
+    """Return (pattern, ranks) pairs of the option `device_map`, () for None. Errors as of
+    `_ranks`.
+    """
     if value is None:
         return ()
 

@@ -97,7 +97,7 @@ def _only(dtype: torch.dtype, casts: Casts) -> Casts:
 
 
 def _casts_to(dtype: torch.dtype | None, call: OpCall) -> Casts:
-    """Return the casts of all floating-point operands to `dtype`."""
+    """Return the casts of floating-point operands to `dtype` (None: no casts); None for others."""
     casts = []
     for meta in call.operands:
         casts.append(dtype if meta.dtype.is_floating_point else None)

@@ -257,7 +257,9 @@ class StoredTensor(_Elsewhere):
             raise
 
     def full_tensor(self) -> Tensor:
-        """Return all of it, in new memory unless `in_memory` was called before."""
+        """Return all of it, in new memory unless `in_memory` was called before. CheckpointError if
+        the file is damaged.
+        """
         if self._in_memory is not None:
             return self._in_memory
         result = torch.empty(self.shape, dtype=self.dtype)

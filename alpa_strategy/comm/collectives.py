@@ -230,7 +230,9 @@ def any_rank(flags: Sequence[bool]) -> list[bool]:
 
 
 def all_reduce_max(numbers: Sequence[int], group: Any = None) -> list[int]:
-    """Return the largest of each number over all ranks. Collective, between hosts."""
+    """Return the largest of each number over the ranks of `group` (None: all). Collective, between
+    hosts.
+    """
     tensor = torch.tensor(numbers, dtype=torch.int64)
     if world_size(group) > 1:
         dist.all_reduce(tensor, dist.ReduceOp.MAX, _consensus_group(group))

@@ -219,7 +219,7 @@ def _saved_in_run(call: OpCall, mode: FakeTensorMode, compiled: bool) -> Saved:
 
 
 def _can_fuse(kernel: torch._ops.OpOverload) -> bool:
-    """Whether the partitioner recomputes a kernel; kernels outside of ATen are not asked."""
+    """Whether the partitioner recomputes a kernel; True for kernels outside of ATen."""
     if kernel.namespace != "aten":
         return True
     is_pointwise = torch.Tag.pointwise in kernel.tags

@@ -276,7 +276,7 @@ def stage_overview(plan: Plan) -> Table:
 
 
 def _remat_text(stage: StagePlan) -> str:
-    """Return the entry in column `remat`."""
+    """Return the entry in column `remat`: `in 3` (segments), `whole`, or "" for none."""
     if not stage.remat:
         return ""
     return f"in {len(stage.spans)}" if stage.recompute_splits else "whole"

@@ -198,7 +198,7 @@ def _ring_attention(
 
 
 def _over_all(tensor: Tensor, comms: Sequence[AxisComm], op: str = "sum") -> Tensor:
-    """Sum or maximum over the devices of these axes."""
+    """Return the `sum` or `max` over the devices of these axes. Collective."""
     for comm in comms:
         tensor = comm.all_reduce(tensor, op)
     return tensor

@@ -430,7 +430,7 @@ class EagerFullyShard:
         return self._without_values(parameter) if full is None else full
 
     def _without_values(self, parameter: nn.Parameter) -> Tensor:
-        """Return NaN in the full shape, in the memory of one element."""
+        """Return NaN (of integers 0) in the full shape, in the memory of one element."""
         has_nan = parameter.is_floating_point() or parameter.is_complex()
         value = float("nan") if has_nan else 0
         one = torch.full((), value, dtype=parameter.dtype, device=parameter.device)
