@@ -233,7 +233,7 @@ def _schedule(value: Any) -> str:
     """Return the name of a schedule, registered if it is a function or a `Schedule`.
 
     Raises:
-        OptionError: the name is unknown.
+        OptionError: the name is unknown, or another schedule has the name of the given one.
     """
     if isinstance(value, Schedule) or callable(value):
         return register_schedule(value).name

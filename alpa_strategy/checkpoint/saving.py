@@ -125,7 +125,7 @@ class CheckpointWriter:
 
         Raises:
             CheckpointError: on every rank, if rank 0 fails; in the background, from the next call
-                of a method.
+                of a method. There, an error of pickling is raised at once, on rank 0 alone.
         """
         self._wait_for_others(path, in_background)
 

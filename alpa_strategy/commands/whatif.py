@@ -207,6 +207,7 @@ def _varied(origin: Origin, base: Variation, changes: Sequence[str], label: str)
     Raises:
         OptionError: a change is not of the form KEY=VALUE, or `2x` of what is no number.
         ClusterError: the cluster file cannot be read.
+        AlpaError: likewise the recipe, or the changes do not fit it.
     """
     to_cluster = dict(base.to_cluster)
     overrides = list(base.overrides)

@@ -370,7 +370,7 @@ def _cpu_model() -> str:
 
 
 def _matmul_rate(dtype: torch.dtype, device: torch.device, budget_seconds: float) -> float | None:
-    """FLOP/s of square matmuls; None if the device has none of this dtype.
+    """Return the best FLOP/s of square matmuls; None if the device has none of this dtype.
 
     Sizes grow while they fit in the budget.
     """

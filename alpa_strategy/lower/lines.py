@@ -44,7 +44,7 @@ class Line:
 def function_of(
     source: str, name: str, namespace: dict[str, Any]
 ) -> Callable[..., tuple[Tensor, ...]]:
-    """Compile `source`, which defines the function `name`; tracebacks show its lines.
+    """Compile `source`, and return its function `name`; tracebacks show its lines.
 
     Args:
         namespace: what the function refers to; the function is added to it.

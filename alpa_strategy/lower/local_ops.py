@@ -446,7 +446,7 @@ def vocab_embedding(
             whose gradients are scaled by frequency.
 
     Raises:
-        IndexError: an id is outside the full vocabulary.
+        IndexError: on the CPU, an id is outside the full vocabulary; elsewhere an assertion fails.
     """
     _check_ids((ids >= 0) & (ids < vocabulary), "embedding id")
     # Local rows, [...]; out of range if another device stores the row.
@@ -479,7 +479,7 @@ def vocab_bags(
         padding_idx: of the full table; its rows count nothing.
 
     Raises:
-        IndexError: an id is outside the full vocabulary.
+        IndexError: on the CPU, an id is outside the full vocabulary; elsewhere an assertion fails.
     """
     _check_ids((ids >= 0) & (ids < vocabulary), "embedding id")
     rows = ids - first_id

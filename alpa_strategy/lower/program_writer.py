@@ -515,7 +515,7 @@ class ProgramWriter:
         return name
 
     def program(self, passed_on: tuple[int, ...] = ()) -> LoweredStep:
-        """Write all ops, and compile the program to a function.
+        """Write all ops, and return the program, compiled to a function.
 
         Args:
             passed_on: values that are returned as well, in the layouts in which they are computed.

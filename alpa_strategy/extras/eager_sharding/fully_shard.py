@@ -376,7 +376,8 @@ class EagerFullyShard:
         """Whether a unit is used repeatedly without a backward, as by a model that generates a
         token at a time.
 
-        It then stays full until it is used with a backward, or until a backward starts.
+        It then stays full until it is used with a backward, or until a backward starts. False if
+        there is no room for all full parameters.
         """
         return self._has_room and not torch.is_grad_enabled() and self._without_grad[unit] > 1
 
