@@ -96,7 +96,9 @@ def __getattr__(name: str) -> Any:
 
 
 def _register() -> None:
-    """Make `strategy="alpa"` known to Lightning, and checkpoint directories to its loading."""
+    """Make `strategy="alpa"` (and `alpa_notebook`) known to Lightning, and checkpoint directories
+    to its loading; switch on all extras.
+    """
     with without_collections():
         strategy = importlib.import_module("alpa_strategy.strategy")
         directory_loading = importlib.import_module("alpa_strategy.lightning.directory_loading")

@@ -52,6 +52,7 @@ def read_json(path: str | Path) -> Any:
     Raises:
         OSError: the file cannot be read.
         BadFileError: it is no JSON, or exceeds the limits of size, depth or numbers.
+        SetupError: the library for a URL is not installed.
     """
     if is_url(path):
         return parse_json(_decoded(read_start(str(path), MAX_BYTES + 1), MAX_BYTES))
@@ -81,6 +82,7 @@ def read_yaml(path: str | Path) -> Any:
         OSError: the file cannot be read.
         BadFileError: it is no YAML or one value, or exceeds the limits of size, depth or number of
             values.
+        OmegaConfBaseException: OmegaConf refuses it.
     """
     # Imported here, as most processes read no YAML file.
     from omegaconf import OmegaConf
@@ -268,8 +270,8 @@ def find_named(name: str | Path, folder: str) -> Path | None:
     """Return the YAML file that `name` means, or None if there is none.
 
     Args:
-        name: a path, or the name of a shipped file, with or without `.yaml`. A path of the user's
-            comes first.
+        name: a path, or the name of a shipped file, with or without `.yaml`. A user's path with
+            the suffix `.yaml` or `.yml` comes first, one without after the shipped files.
         folder: `RECIPES` or `CLUSTERS`.
     """
     path = Path(name)

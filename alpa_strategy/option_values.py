@@ -100,7 +100,7 @@ def _flag(value: Any) -> bool:
 
 
 def _number(value: Any, low: float, high: float) -> float:
-    """Return a number above `low` and at most `high`."""
+    """Return a number above `low` and at most `high` as a float; ValueError for other values."""
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     _require(is_number and low < value <= high)
     return float(value)
@@ -113,7 +113,9 @@ def _integer(value: Any, low: int) -> int:
 
 
 def _texts(value: Any) -> tuple[str, ...]:
-    """Return one text, or a sequence of at least one, as a tuple of texts."""
+    """Return one text, or a sequence of at least one, as a tuple of texts; ValueError for other
+    values.
+    """
     if isinstance(value, str):
         return (value,)
 
@@ -125,7 +127,7 @@ def _texts(value: Any) -> tuple[str, ...]:
 
 
 def _parallel(value: Any) -> str | tuple[str, ...]:
-    """Return the option `parallel`, a name or several."""
+    """Return the option `parallel`, a name or a tuple of several; ValueError if one is unknown."""
     names = _texts(value)
     _require(set(names) <= set(PARALLEL_NAMES))
     return value if isinstance(value, str) else names
@@ -191,7 +193,9 @@ def _ranks_of_text(text: str) -> list[int]:
 
 
 def _device_map(value: Any) -> tuple[tuple[str, tuple[int, ...]], ...]:
-    """Return (pattern, ranks) pairs of the option `device_map`."""
+    """Return (pattern, ranks) pairs of the option `device_map`, () for None. Errors as of
+    `_ranks`.
+    """
     if value is None:
         return ()
 
@@ -213,7 +217,7 @@ def _memory_limit(value: Any) -> float:
 
 
 def _stages(value: Any) -> tuple[str, ...]:
-    """Return the option `stages`, at least two names."""
+    """Return the option `stages`, at least two names, () for None; ValueError for other values."""
     if value is None:
         return ()
 
@@ -229,7 +233,7 @@ def _schedule(value: Any) -> str:
     """Return the name of a schedule, registered if it is a function or a `Schedule`.
 
     Raises:
-        OptionError: the name is unknown.
+        OptionError: the name is unknown, or another schedule has the name of the given one.
     """
     if isinstance(value, Schedule) or callable(value):
         return register_schedule(value).name
@@ -248,6 +252,7 @@ def _remat(value: Any) -> bool | tuple[str, ...]:
 
 
 def _offload(value: Any) -> bool | tuple[str, ...] | None:
+    """Return the option `offload`: a bool or patterns of names, None for `auto`."""
     if value == "auto":
         return None
 
@@ -285,7 +290,9 @@ def _replicas(value: Any) -> int | None:
 
 
 def _profile_steps(value: Any) -> tuple[int, int] | None:
-    """Return the option `profile_steps`: (first batch, the one after the last), or None."""
+    """Return the option `profile_steps`: (first batch, the one after the last), or None; ValueError
+    or TypeError for other values.
+    """
     if value is None:
         return None
 

@@ -140,7 +140,8 @@ class PartialResults:
 
         Args:
             name: of the file.
-            compute: returns the result; a PlanError becomes a `_Failure`, which is stored as well.
+            compute: returns the result; a PlanError of a class in `_FAILURES` becomes a `_Failure`,
+                which is stored as well. Other errors pass.
             encode: returns it as JSON.
         """
         outcome: _Result[T] | _Failure
@@ -269,7 +270,9 @@ class PartialResults:
             )
 
     def done(self) -> None:
-        """Delete the files of this planning: its plan is stored, or there is none."""
+        """Delete the files of this planning, and their folder and its parent if they are empty: its
+        plan is stored, or there is none.
+        """
         if self.folder is not None:
             for name in self._touched:
                 _delete(self.folder / name)
@@ -380,8 +383,8 @@ def _checksum(data: Any) -> str:
 
 
 def _encoded(value: Any) -> Any:
-    """Return an array of floats, integers or booleans as JSON, bit for bit; anything else
-    unchanged.
+    """Return an array of floats, integers (both with 64 bits) or booleans as JSON, bit for bit;
+    anything else unchanged.
     """
     if not isinstance(value, np.ndarray):
         return value
@@ -456,6 +459,7 @@ def _delete(path: Path) -> None:
 
 
 def _remove_if_empty(folder: Path) -> None:
+    """Remove a folder, if it is empty and may be removed."""
     try:
         folder.rmdir()
     except OSError:

@@ -182,7 +182,8 @@ def resolve_target(target: str, folder: Path, label: str = TARGET) -> Any:
         label: the key or option that has this value, for messages.
 
     Raises:
-        OptionError: there is no such module or name, or the module needs one that is missing.
+        OptionError: there is no such module or name, the module needs one that is missing, or its
+            file in `folder` has a syntax error. Other errors of its code pass.
     """
     if not _TARGET_NAME.fullmatch(str(target)):
         raise OptionError(
@@ -411,7 +412,8 @@ def _fits(value: Any, hint: Any) -> bool:
 
 
 def _instantiate(recipe: Recipe, node: Any, where: str) -> Any:
-    """Build `node` and every mapping with a `_target_` in it (callbacks, loggers, submodules).
+    """Return `node` with an object in the place of every mapping that has a `_target_`, itself
+    included (callbacks, loggers, submodules).
 
     Args:
         recipe: for the message.

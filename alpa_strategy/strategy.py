@@ -304,7 +304,7 @@ class AlpaStrategy(SavesPretrained, ParallelJob):
 
     @override
     def setup_environment(self) -> None:
-        """Start the job and begin checkpoints; OptionError if `replicas` cannot divide it."""
+        """Start the job and begin checkpoints; OptionError if an option does not fit devices."""
         self._device = None
         super().setup_environment()
         self._device = self.root_device
@@ -329,7 +329,7 @@ class AlpaStrategy(SavesPretrained, ParallelJob):
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
-        """Check precision, module and optimizers, and set them up, full or deferred. Collective."""
+        """Check, set up precision, module, optimizers. Collective. AlpaError if a check fails."""
         assert self.accelerator is not None
         self.accelerator.setup(trainer)
         self.take_signals(trainer)

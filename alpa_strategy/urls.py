@@ -65,21 +65,23 @@ def check_scheme(url: str | Path) -> None:
 
 
 def exists(url: str) -> bool:
-    """Whether there is a file or folder at a URL, now."""
+    """Whether there is a file or folder at a URL, now. Errors as of `_using`."""
     with _using(url, "read") as (file_system, path):
         file_system.invalidate_cache()
         return bool(file_system.exists(path))
 
 
 def is_folder(url: str) -> bool:
-    """Whether there is a folder with files at a URL, now."""
+    """Whether there is a folder with files at a URL, now. Errors as of `_using`."""
     with _using(url, "read") as (file_system, path):
         file_system.invalidate_cache()
         return bool(file_system.isdir(path))
 
 
 def names(url: str) -> list[str]:
-    """Return the names of files and folders in a folder, sorted; none if there is no folder."""
+    """Return the names of files and folders in a folder, sorted; none if there is no folder.
+    Errors as of `_using`.
+    """
     with _using(url, "read") as (file_system, path):
         file_system.invalidate_cache()
         if not file_system.exists(path):
@@ -93,6 +95,7 @@ def version(url: str) -> str:
 
     Raises:
         FileNotFoundError: there is none.
+        UrlError, SetupError: as of `_using`.
     """
     with _using(url, "read") as (file_system, path):
         file_system.invalidate_cache()

@@ -104,7 +104,9 @@ def _add_state(of_step: ChangesOfStep, place: Place, value: Any, before: Any) ->
 
 
 def _is_repeatable(value: Any) -> bool:
-    """Whether a value is made of the step's tensors and counters, and plain values."""
+    """Whether a value is made of the step's tensors and counters, unread leaves of the batch, and
+    plain values.
+    """
     for leaf in pytree.tree_leaves(value):
         is_made = _is_tensor_of_step(leaf) or type(leaf) is StepCounter
         if not is_made and type(leaf) not in PLAIN and index_of(leaf) is None:

@@ -97,7 +97,7 @@ def _only(dtype: torch.dtype, casts: Casts) -> Casts:
 
 
 def _casts_to(dtype: torch.dtype | None, call: OpCall) -> Casts:
-    """Return the casts of all floating-point operands to `dtype`."""
+    """Return the casts of floating-point operands to `dtype` (None: no casts); None for others."""
     casts = []
     for meta in call.operands:
         casts.append(dtype if meta.dtype.is_floating_point else None)
@@ -167,7 +167,7 @@ class _Watcher(TorchDispatchMode):
         return result
 
     def _record_cast(self, tensor: Tensor, dtype: torch.dtype | None) -> None:
-        """Record that operand `tensor` is cast to `dtype`; nothing for None and for other
+        """Record the first cast of operand `tensor`, to `dtype`; nothing for None and for other
         tensors.
         """
         if dtype is None:
@@ -266,7 +266,9 @@ class Autocast:
         self._regions.append((node, state))
 
     def exit(self, node: Any) -> None:
-        """Close the region that `node` opened."""
+        """Close the region that `node` opened. With the outermost, casts of parameters are
+        forgotten.
+        """
         self._regions = [region for region in self._regions if region[0] is not node]
         if not self._regions:
             self._cast_parameters.clear()
@@ -274,8 +276,8 @@ class Autocast:
     def operands(
         self, target: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return (args, kwargs) of an op with the casts of the open region; unchanged if there is
-        no open region.
+        """Return (args, kwargs) of an op with the casts of the open region, or with the `dtype`
+        argument that autocast sets; unchanged if there is no open region or autocast has no policy.
 
         The casts are added to the graph.
 
@@ -324,8 +326,9 @@ class Autocast:
     def loss_dtype(self, target: OpOverload, args: tuple[Any, ...]) -> torch.dtype | None:
         """Return the dtype in which a cross entropy sums half-precision logarithms under autocast.
 
-        On GPUs autocast has a policy for its nll_loss only. None for any other op or dtype: the sum
-        has the dtype of the operands after `operands`.
+        On GPUs autocast has a policy for its nll_loss only. None for any other op or dtype, outside
+        regions, and where cross entropy has a policy: the sum has the dtype of the operands after
+        `operands`.
         """
         is_cross_entropy = target is aten.cross_entropy_loss.default
         if self.state is None or not is_cross_entropy:

@@ -18,7 +18,8 @@ def forward_patches() -> list[tuple[type, str, Any]]:
 def _forward(norm: _BatchNorm, x: Tensor) -> Tensor:
     """Return the result of the norm's forward, without collectives or reads of a tensor's value.
 
-    In a captured step, statistics are those of all ranks without collectives of the user's.
+    Running statistics and their count change in place. In a captured step, statistics are those
+    of all ranks without collectives of the user's.
     """
     is_cumulative = norm.training and norm.track_running_stats and norm.momentum is None
     if not is_cumulative or norm.num_batches_tracked is None:

@@ -34,7 +34,8 @@ def capture_step(
 ) -> ir.StepGraph:
     """Capture `module.training_step(batch, batch_idx)` as a graph.
 
-    The step runs on fake tensors, and the module is left unchanged.
+    The step runs on fake tensors, and the module is left unchanged, apart from attributes that only
+    its first call sets: they stay set.
 
     Args:
         module: parameters on any device, meta included; with or without a trainer.

@@ -106,7 +106,8 @@ class _Converter:
                 self.views[node] = self._constant(node)
 
     def _constant(self, node: fx.Node) -> View:
-        """Return the view of a tensor that was made outside the step.
+        """Return the view of a tensor that was made outside the step. The first time, it is added
+        to the graph's constants, with a guard on its memory.
 
         Raises:
             CaptureError: it is no constant.
@@ -141,7 +142,7 @@ class _Converter:
         return tensor
 
     def _check_constant(self, tensor: Tensor, node: fx.Node) -> None:
-        """Raise CaptureError if `tensor` is none of the user's constants."""
+        """Raise CaptureError if `tensor` requires grad, is fake or is a wrapper of torch.func."""
         if tensor.requires_grad:
             raise CaptureError(
                 "the step uses a tensor that requires grad and is not a parameter of the module"
@@ -164,7 +165,7 @@ class _Converter:
             )
 
     def _source_of(self, node: fx.Node) -> str:
-        """Return the user's line of the first op that reads a node."""
+        """Return the user's line of the first op that reads a node, or `line unknown`."""
         for user in node.users:
             if user in self.trace.origins:
                 return self.trace.origins[user][1]
@@ -185,7 +186,8 @@ class _Converter:
         """Convert a node that calls a function; ops of a profiler are left out.
 
         Raises:
-            CaptureError: it is not an op, nor a context of PyTorch that the graph can express.
+            CaptureError: it is not an op, nor a context of PyTorch that the graph can express; or
+                the op cannot be captured.
         """
         target = node.target
         if target is operator.getitem:
@@ -282,7 +284,7 @@ class _Converter:
         kwargs: dict[str, Any],
         traced: Any,
     ) -> Any:
-        """Return the op's result in the dtype that it has in the step.
+        """Return the op's result in the dtype that it has in the step; a tuple unchanged.
 
         Args:
             traced: the op's result in the trace.
@@ -337,7 +339,7 @@ class _Converter:
         return ref
 
     def _detached(self, ref: ir.ValueRef) -> ir.ValueRef:
-        """Return a value without its gradient."""
+        """Return a value without its gradient; itself if it requires none."""
         if not self.builder.meta(ref).requires_grad:
             return ref
         if ref.index not in self.detached:
@@ -429,7 +431,7 @@ class _Converter:
 
         Raises:
             CaptureError: x is a parameter that trains, or requires grad inside no_grad, or gets
-                another shape.
+                another shape; or the op has no form without writing.
             WrittenConstantError: x is a tensor from outside of the step.
         """
         view = self.views[write.into]
@@ -470,8 +472,8 @@ class _Converter:
     def finish(self) -> ir.StepGraph:
         """Return the graph of the ops that have an effect.
 
-        Dead ops are left out, values are renumbered, ops named. A CaptureError if there is no loss,
-        or a changed tensor shares its memory.
+        Dead ops, unused buffers and constants are left out, values are renumbered, ops named. A
+        CaptureError if there is no loss, or a changed tensor shares its memory.
         """
         # The step's results, with ValueRefs of the builder.
         results = map_refs(self.trace.results, lambda ref: self.outputs[ref.index])
@@ -587,7 +589,8 @@ def convert(trace: Trace) -> ir.StepGraph:
     """Return the graph of a trace.
 
     Raises:
-        CaptureError: an op cannot be captured, or the step returns no loss.
+        CaptureError: an op cannot be captured, the step returns no loss, or a tensor that it
+            changes shares its memory.
     """
     converter = _Converter(trace)
     placeholders = [node for node in trace.module.graph.nodes if node.op == "placeholder"]

@@ -114,7 +114,9 @@ class ConstantValues:
         return slot.proxy.node if slot.proxy.node in self._values else None
 
     def value_of(self, tensor: Tensor) -> Tensor | None:
-        """Return a copy of a tensor's known value, on its device; None if it is not known."""
+        """Return a copy of a tensor's known value, on its device; None if it is not known. The
+        buffers that the value depends on are noted.
+        """
         node = self.known_node(tensor)
         if node is None:
             return None
@@ -139,7 +141,9 @@ class ConstantValues:
                 node = node.next
 
     def _run(self, node: fx.Node) -> None:
-        """Compute the value of a node, if it is known."""
+        """Compute the value of a node, if it is known. If an unknown value is written into memory,
+        the values of the tensors that share it are known no longer.
+        """
         if node.op == "placeholder":
             self._add_buffer(node)
             return
@@ -181,7 +185,9 @@ class ConstantValues:
         self._sources[node] = frozenset({name})
 
     def _can_run(self, node: fx.Node) -> bool:
-        """Whether a node's value can be computed: it is the same at every step, and not large."""
+        """Whether a node's value can be computed now: its inputs are known, it is the same at every
+        step, and its tensors have at most `MAX_ELEMENTS` elements each.
+        """
         if not all(n in self._values for n in node.all_input_nodes):
             return False
         if not isinstance(node.target, torch._ops.OpOverload):
@@ -205,9 +211,9 @@ class ConstantValues:
 
 
 def _decided(node: fx.Node) -> bool | None:
-    """Return the result of comparing random numbers from [0, 1) with a limit.
+    """Return the result of comparing random numbers from [0, 1), the first operand, with a limit.
 
-    None if it is no such comparison, or the result depends on the numbers.
+    None if it is no such comparison, other nodes read the numbers, or the result depends on them.
     """
     compare = _COMPARISONS.get(node.target)
     if compare is None:
@@ -288,9 +294,8 @@ def _value_of(frame: FrameType, name: Any) -> Any:
 
 
 def _path_to_raise(code: CodeType, start: int) -> list[dis.Instruction]:
-    """Return the instructions from index `start` to the first raise.
-
-    Unconditional jumps are followed.
+    """Return the instructions from index `start` to the first raise, or to the end if there is
+    none. Unconditional jumps are followed.
     """
     instructions, index_at = _instructions(code)
     path: list[dis.Instruction] = []

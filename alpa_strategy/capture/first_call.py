@@ -29,8 +29,8 @@ def after_first_call(
     """Capture the second call of a step that sets attributes in its first call.
 
     Libraries install their hooks that way. It is an initialization if the second call sets no
-    attribute and computes the same. Numbers that the second call sets once more become inputs
-    (`self.calls += 1`).
+    attribute and computes the same: then the attributes stay set. Numbers that the second call sets
+    once more become inputs (`self.calls += 1`).
 
     Args:
         graph: of the first call.
@@ -40,7 +40,7 @@ def after_first_call(
         The step, and the numbers that are its inputs.
 
     Raises:
-        CaptureError: it is no initialization.
+        CaptureError: it is no initialization, or the second call cannot be captured.
     """
     counted: tuple[Place, ...] = ()
     try:
@@ -73,7 +73,8 @@ def _with_inputs(call: StepCall, counted: tuple[Place, ...]) -> tuple[StepGraph,
     follows.
 
     Raises:
-        CaptureError: it leaves tensors for the next step, or is no initialization.
+        CaptureError: it leaves tensors for the next step, is no initialization, or cannot be
+            captured.
     """
     call = replace(call, numbers=(*call.numbers, *counted))
     trace = trace_step(call)
@@ -86,7 +87,9 @@ def _with_inputs(call: StepCall, counted: tuple[Place, ...]) -> tuple[StepGraph,
 
 
 def _counted(module: nn.Module, first: Stored, second: Stored) -> tuple[Place, ...]:
-    """Return the locations of the numbers that the second call sets; none if it sets others too."""
+    """Return the locations of the numbers that the second call sets. Each must be an attribute of
+    a submodule that the first call has set to the same type; none if the second call sets others.
+    """
     paths = {id(vars(child)): path for path, child in module.named_modules()}
     places = []
     for label, (namespace, name, value) in second.items():

@@ -91,7 +91,7 @@ class Builder:
         self, target: Any, args: Any, kwargs: dict[str, Any] | None = None
     ) -> tuple[OpCall, list[ValueRef]]:
         """Return a call of the op `target` as an OpCall without results, and its operands: the
-        ValueRefs among its arguments.
+        ValueRefs in `args`, then those in `kwargs`, sorted by name.
 
         Equal calls on other tensors are equal OpCalls.
         """
@@ -346,7 +346,8 @@ def storages_of(value: Any) -> set[int]:
 
 
 def sharing_node(result: Any, node: fx.Node) -> fx.Node | None:
-    """Return the operand of `node` whose memory a result uses; None if it has memory of its own.
+    """Return the first operand of `node` whose memory a result uses; None if it has memory of its
+    own. A tensor from outside of the graph counts if the op's schema says that a result is a view.
 
     Args:
         result: a traced (fake) tensor of the node.
@@ -407,7 +408,8 @@ def write_of(node: fx.Node, target: OpOverload, source: str) -> Write | None:
         source: the user's line, for the message.
 
     Raises:
-        CaptureError: it writes into something else than its first argument or `out`.
+        CaptureError: it writes into something else than its first argument or `out`, or changes
+            an argument's shape in place (`t_`).
     """
     refused = CaptureError(
         f"{target} ({source}) writes into its arguments in a way that capture does not follow",

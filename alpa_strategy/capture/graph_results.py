@@ -131,7 +131,7 @@ class Numbering:
         self.values: list[TensorMeta] = []
 
     def define(self, value: int) -> int:
-        """Return a new index for `value`."""
+        """Return a new index for `value`, the next one, and record its metadata."""
         self.index[value] = len(self.values)
         self.values.append(self.all_values[value])
         return self.index[value]

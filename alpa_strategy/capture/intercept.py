@@ -88,7 +88,7 @@ class Recording:
         self.constant_inputs = frozenset(n for i, n in enumerate(inputs) if i in constant)
 
     def is_of_data(self, tensor: Tensor) -> bool:
-        """Whether a tensor that the step made depends on its batch or on parameters."""
+        """Whether a traced tensor depends on the batch or parameters; False before `traced_by`."""
         slot = None if self.tracer is None else get_proxy_slot(tensor, self.tracer, None)
         waiting = [] if slot is None else [slot.proxy.node]
         seen: set[fx.Node] = set()
@@ -318,7 +318,7 @@ def recording(
 
 def _recording_log(record: Recording, names: Mapping[int, str]) -> dict[str, Callable[..., None]]:
     """Return name -> replacement of the module's `log` and `log_dict`: both append (name, value,
-    other arguments) to `record.logs`. A CaptureError if a value is no tensor, number or metric.
+    other arguments) to `record.logs`. CaptureError if a value is no tensor, number, metric or dict.
 
     Args:
         names: id of a metric -> its path in the module.
@@ -451,8 +451,8 @@ def _shadowed_metric(
     metric: nn.Module, name: str, record: Recording
 ) -> AbstractContextManager[None]:
     """Context in which calls of `forward` and `update` of the metric `name` are appended to
-    `record.metrics`, not run. `forward` and `compute` return MetricValues; texts among positional
-    arguments raise CaptureError.
+    `record.metrics`, not run. `forward` and `compute` return MetricValues (a collection's: a dict).
+    Texts among positional arguments, and wrappers in a collection, raise CaptureError.
     """
 
     def keep(method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -170,7 +170,8 @@ def _items_in_fields(value: Any, keys: tuple[Any, ...], named: Collection[str]) 
 def _items_in_attributes(
     value: Any, keys: tuple[Any, ...], attributes: dict[str, Any]
 ) -> Iterator[_Item]:
-    """Yield those of `attributes` that `snapshots_in` has to search, and the bases of a class.
+    """Yield those of `attributes` that `snapshots_in` has to search; of a class also its bases and
+    its metaclass that are the user's.
 
     Args:
         value: the class, or another object that has the attributes.

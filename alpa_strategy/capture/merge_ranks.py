@@ -142,8 +142,8 @@ class _Merger:
         self._repeated: dict[tuple[int, int], ValueRef] = {}
 
     def merged(self) -> StepGraph:
-        """Return the step of the global batch: batch leaves are stacked over ranks, ops run per
-        rank. CaptureError if ranks change a parameter apart.
+        """Return the step of the global batch: the ranks' batch leaves are joined along dim 0.
+        CaptureError if ranks change a parameter apart.
         """
         for entry in (*self.step.parameters, *self.step.constant_inputs):
             self.state[entry.value] = Merged(self.builder.add_value(entry.meta))
@@ -161,7 +161,7 @@ class _Merger:
     # Shapes
 
     def _of_all(self, meta: TensorMeta, dim: int | None) -> TensorMeta:
-        """Return the metadata of a rank's tensor for all ranks, one after the other along `dim`."""
+        """Return metadata with ranks joined along `dim` (None: as it is); a number's: [ranks]."""
         if dim is None:
             return meta
         if not meta.shape:
@@ -171,7 +171,7 @@ class _Merger:
         return meta.with_shape(tuple(shape))
 
     def by_rank(self, value: int) -> ValueRef:
-        """Return a value of every rank with a leading dim of ranks: [ranks, *shape of one]."""
+        """Return a value that differs between ranks as [ranks, *shape of one]."""
         state = self.state[value]
         shape = self.step.values[value].shape
         assert state.dim is not None
@@ -383,7 +383,7 @@ class _Merger:
 
     def _pointwise(self, op: Op, states: list[Merged]) -> list[Merged] | None:
         """Add a pointwise op on tensors with a leading dim of ranks, and return its result; None
-        for any other op.
+        for any other op, and for one that takes or gives other tensors then.
 
         It takes numbers per rank, and tensors of the ranks along different dims.
 
@@ -550,7 +550,7 @@ class _Proof:
 
 
 def _gives_its_results(call: OpCall) -> bool:
-    """Whether the op takes operands of these shapes, and gives results of those in `call`."""
+    """Whether the op takes the operands of `call` and gives results with its metadata."""
     try:
         inferred, _ = infer(replace(call, results=()))
     # The op may refuse the shapes in any way: then it runs for each rank.
@@ -560,7 +560,7 @@ def _gives_its_results(call: OpCall) -> bool:
 
 
 def _with_explicit_size(call: OpCall) -> OpCall:
-    """Return the call with its result's shape as its argument `size`, which may have -1."""
+    """Return the call with its result's shape as argument `size`; unchanged if it has no `size`."""
     if aten_name(call.target) not in SIZE_ARGUMENT:
         return call
     return rebuild(call, call.operands, call.results, {"size": call.results[0].shape})

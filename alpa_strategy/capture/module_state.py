@@ -25,7 +25,8 @@ from alpa_strategy.ir.places import Place
 
 
 def _class_values(kind: type) -> dict[str, Any]:
-    """Return the attributes of a module's class and its bases by name, without functions.
+    """Return the attributes of a module's class and its bases by name, without functions and names
+    that begin with `__`.
 
     Only the user's classes count.
     """

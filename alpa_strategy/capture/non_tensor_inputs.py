@@ -107,8 +107,8 @@ def traced_with_leaves(batch: Any, trace: Callable[[frozenset[int], set[int]], A
 
 
 def _list_of(path: tuple[Any, ...], leaf: Any) -> tuple[str, type] | None:
-    """Return (path of its list, type) of a leaf in a list; None for a leaf that is no item of a
-    list.
+    """Return (path of its list, type of the leaf) of a leaf in a list or tuple; None for a leaf
+    that is no item of one.
     """
     if path and isinstance(path[-1], pytree.SequenceKey):
         return str(path[:-1]), type(leaf)

@@ -211,7 +211,8 @@ ctc_rows = torch.ops.alpa.ctc_rows.default
 
 def ctc_replacement(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
     """Return the loss of a call of `F.ctc_loss` on a batch [time, batch, classes], made of losses
-    per sample; None if it is another call, or its lengths are no tensors.
+    per sample; None if it is another call, or its lengths are no tensors. The losses themselves
+    for reduction `none`. Half-precision `log_probs` become float32.
 
     Args:
         function: that is called, with `args` and `kwargs`.
@@ -258,6 +259,7 @@ def grouped_mm(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
 
 @grouped_mm.register_fake
 def _(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
+    """Return a result without values; ValueError if the shapes of `x` and `weight` do not fit."""
     if x.dim() != 2 or weight.dim() != 3 or x.shape[1] != weight.shape[1]:
         raise ValueError(
             f"grouped_mm takes [s, k] and [e, k, n], got {tuple(x.shape)} and {tuple(weight.shape)}"
@@ -376,7 +378,7 @@ class _FunctionCall:
         self.returned: _Structure
 
     def _define(self) -> OpOverload:
-        """Define an op for the call, with a unique name, and add it to `CUSTOM_OPS`."""
+        """Define an op for the call, with a unique name, add it to `CUSTOM_OPS`, and return it."""
         text = stable_text((self.function, *self._arguments.identity, self._autocast))
         stem = re.sub("[^A-Za-z0-9]+", "_", self.function.__qualname__)
         stem += f"_{hashlib.sha256(text.encode()).hexdigest()[:8]}"
@@ -419,11 +421,12 @@ _call_of = cache(_FunctionCall)
 
 
 def apply_as_op(function: Any, *args: Any) -> Any:
-    """Return `function.apply(*args)`, as one op of the step that is being traced; it is called as
-    it is if none is.
+    """Return `function.apply(*args)`, as one op of the step that is being traced. It is called as
+    it is if no step is traced, there is no tensor among `args`, or it is PyTorch's own wrapper.
 
     Raises:
-        CaptureError: the Function changes a tensor in place.
+        CaptureError: the op changes a tensor in place, or returns something else than tensors and
+            None.
     """
     tensors = [leaf for leaf in pytree.tree_leaves(args) if isinstance(leaf, Tensor)]
     # Outside tracing; inside another Function; PyTorch's own wrapper of a custom op's backward.

@@ -48,7 +48,9 @@ def scheduler_views(trainer: Any, to_counter: ToCounter) -> list["SchedulerView"
 
 
 def one_or_all(views: list[Any]) -> Any:
-    """Return as `LightningModule.optimizers()`: a single one is in no list."""
+    """Return as `LightningModule.optimizers()`: a single one is in no list. CaptureError if there
+    is none.
+    """
     if not views:
         refuse()
     return views[0] if len(views) == 1 else views

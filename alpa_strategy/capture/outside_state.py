@@ -225,7 +225,9 @@ def _closure_and_defaults(function: types.FunctionType) -> Iterator[_Value]:
 
 
 def _may_change(name: str, value: Any) -> bool:
-    """Whether a value may be changed by the user's code: not an object of a library, a logger."""
+    """Whether a value may be changed by the user's code: not an object of a library, a logger.
+    False for names that begin with `__`.
+    """
     if name.startswith("__"):
         return False
     is_users = is_user_module(sys.modules.get(type(value).__module__))

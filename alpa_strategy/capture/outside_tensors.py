@@ -25,7 +25,9 @@ class OutsideTensors:
         self._copies: dict[int, tuple[Tensor, int, Tensor]] = {}
 
     def keep(self, function: Any, arguments: Iterable[Any], keywords: Mapping[str, Any]) -> None:
-        """Copy the real tensors among the arguments of a function that writes in place."""
+        """Copy the real tensors among `arguments`, not inside of them, if the function writes in
+        place by its name or has the keyword `out`. Each is copied once until `restore`.
+        """
         if not _writes(function) and "out" not in keywords:
             return
         for argument in arguments:

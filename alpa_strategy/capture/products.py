@@ -35,7 +35,9 @@ class Product:
 
 
 def product_of(call: OpCall) -> Product | None:
-    """Return the matmul that an op is; None if it is none, or one of another form."""
+    """Return the matmul that an op is. None if it is none, its input has one dim, its weight is no
+    matrix or no tensor, its bias is no vector, or it scales by `alpha` or `beta`.
+    """
     if call.target not in _PRODUCTS:
         return None
     rows, weight, bias, is_transposed = _PRODUCTS[call.target]

@@ -76,8 +76,8 @@ MODULE_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_bac
 
 @contextmanager
 def attribute_reads(module: nn.Module) -> Iterator[Reads]:
-    """Collect every attribute that a module, or an object of a user's class, is asked for in the
-    block, and environment variables. Open files and libraries' iterators raise CaptureError.
+    """Collect what this thread reads in the block: attributes (no `__names__`) of modules and
+    users' objects, environment variables. Open files and libraries' iterators raise CaptureError.
     """
     reads = Reads()
     thread = get_ident()
@@ -250,8 +250,8 @@ def attribute_guards(
 
 
 def _attribute_guard(owner: Any, name: str, label: str) -> ValueGuard | None:
-    """Return the guard on the attribute `name` of `owner`; None if it needs none, as methods and
-    objects of libraries.
+    """Return the guard on the attribute `name` of `owner`; None for what libraries' objects hold,
+    except plain values. A method's guard: no attribute of the object may hide it.
 
     The object's dict is read directly: a property or __getattr__ would run the user's code.
 
@@ -368,7 +368,7 @@ class _GlobalGuards:
             self.add_inside(label, namespace[name])
 
     def add_closure(self, function: types.FunctionType) -> None:
-        """Guard a function's variables of enclosing functions."""
+        """Guard a function's variables of enclosing functions, and what is inside of them."""
         cells = user_code.closure_values(function)
         variables = Values(lambda name: cells[name].cell_contents)
         for name, cell in cells.items():
@@ -377,7 +377,7 @@ class _GlobalGuards:
             self.add_inside(name, cell.cell_contents)
 
     def add_defaults(self, function: types.FunctionType) -> None:
-        """Guard a function's default arguments: a dict among them may change."""
+        """Guard a function's default arguments (a dict may change), and what is inside of them."""
         for name in ("__defaults__", "__kwdefaults__"):
             defaults = getattr(function, name)
             if not defaults:
@@ -494,7 +494,7 @@ def _is_changed(before: Any, now: Any) -> bool:
 
 
 def changed_numbers(step: StepGraph, module: nn.Module, batch: Any) -> set[Place]:
-    """Return the locations of numbers that have changed since the step was captured.
+    """Return the locations of numbers that the step reads and that changed after its capture.
 
     These are attributes of the module, items of dicts that are attributes, and leaves of the batch.
     """
@@ -567,7 +567,7 @@ def counters_for(
 
 
 def freed(guards: Sequence[ValueGuard], places: Sequence[Place]) -> tuple[ValueGuard, ...]:
-    """Return the guards, changed to hold for any numbers at `places`."""
+    """Return the guards, changed to hold for any numbers at `places`, each of its present type."""
 
     def free(guard: ValueGuard) -> ValueGuard:
         value = guard.value
@@ -584,7 +584,7 @@ def freed(guards: Sequence[ValueGuard], places: Sequence[Place]) -> tuple[ValueG
 
 
 def is_same_step(one: StepGraph, other: StepGraph, numbers: Mapping[str, Any]) -> bool:
-    """Whether two captures compute the same, apart from logs, outputs, metrics and attributes.
+    """Whether two captures compute the same, apart from output, logs, metrics, lists, attributes.
 
     Args:
         one, other: the captures.

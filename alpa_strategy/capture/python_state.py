@@ -87,7 +87,7 @@ def snapshot(value: Any, depth: int = 0) -> Any:
 
     - Numbers and texts are compared as such, containers with their contents.
     - Configurations are compared by identity and fields, tensors by identity and version, so that
-      changes in place count.
+      changes in place count. Arrays are compared by identity and elements, of a large one by some.
     - Large containers are compared by identity and by those of their items (50,000 of a vocabulary
       take about a millisecond of a step), larger ones by identity and length.
     - Any other object is compared by identity.
@@ -302,7 +302,7 @@ def is_own_class(value: Any) -> bool:
 def is_librarys_by_descent(kind: type) -> bool:
     """Whether a class, or one of its bases, has objects that other threads or the framework use.
 
-    Such as a thread, a lock, a logger, a queue, a Trainer, a strategy.
+    Such as a thread, a lock, a logger, a queue, a Trainer, a strategy; but no `threading.local`.
     """
     if issubclass(kind, threading.local):
         return False
@@ -332,7 +332,7 @@ def stored_items(value: dict[Any, Any]) -> dict[Any, Any]:
 
 def put(owner: Any, name: str, value: Any) -> None:
     """Set the attribute `name` of an object, or the item of a dict; delete it if `value` is
-    MISSING.
+    MISSING, with AttributeError if the object has none.
     """
     is_dict = isinstance(owner, dict)
     if value is MISSING and is_dict:

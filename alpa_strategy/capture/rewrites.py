@@ -94,7 +94,9 @@ def rewrite_loss(
 def rewrite_bags(
     builder: Builder, node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> ValueRef | None:
-    """Emit `bag_lookup` for an `embedding_bag` whose bags have one length; else return None.
+    """Emit `bag_lookup` for an `embedding_bag` whose bags have one length; else return None. So it
+    does if the step reads another result than the first, or with `scale_grad_by_freq` or
+    `include_last_offset`.
 
     nn.EmbeddingBag calls it so for ids [n, k]. Its offsets are then `arange(0, n k, k)`, which
     cannot be seen from the op's schema.
@@ -218,7 +220,7 @@ def _refs(tree: Any) -> list[ValueRef]:
 def rewrite_norm(
     builder: Builder, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[ValueRef, ...] | None:
-    """Emit a norm that updates statistics; return None for any other call.
+    """Emit a BatchNorm in training; return None for any other call.
 
     Returns:
         (y,) or (y, new running mean, new running variance).
@@ -282,7 +284,7 @@ class _FusedLinears:
     def num_segments(self, index: int) -> int | None:
         """Return into how many equal segments the output of linear `index` is split; None: none.
 
-        It is split along its last dim.
+        It is split along its last dim. None as well if weight, bias or output have another use.
         """
         op = self.step.ops[index]
         sources = [self.parameter_chain(value) for value in op.operands[1:]]
@@ -309,8 +311,8 @@ class _FusedLinears:
         """Return the values from `value` through dtype casts back to a parameter, which is the
         last.
 
-        None if there is no parameter at the end, or one of the values is used twice or leaves the
-        step.
+        None if there is no parameter at the end, or one of the values is not used exactly once or
+        leaves the step.
         """
         chain = [value]
         while True:
@@ -324,7 +326,9 @@ class _FusedLinears:
             chain.append(self.step.ops[producer].operands[0])
 
     def _pieces(self, user: Op, dim: int) -> int | None:
-        """Return the number of pieces if `user` splits its operand along `dim` equally, or None."""
+        """Return the number of pieces if `user` splits its operand along `dim` equally; None if
+        not, or for one piece.
+        """
         if not _works_along(user, dim):
             return None
         sizes = [meta.shape[dim] for meta in user.call.results]
@@ -333,7 +337,9 @@ class _FusedLinears:
         return len(sizes)
 
     def _picked_apart(self, value: int, dim: int) -> bool:
-        """Whether every use of `value` takes slices along `dim`, maybe after one permutation."""
+        """Whether every use of `value` takes slices along `dim`, maybe after one permutation. False
+        if there is no use, or it leaves the step.
+        """
         uses = self._users(value)
         if len(uses) == 1 and uses[0].call.target in _PERMUTATIONS:
             # Permute a tensor in which only this dim has size 2 to see where the dim goes.

@@ -140,7 +140,7 @@ def _refuse_text(record: Refusing) -> NoReturn:
 
 def _texts_of_tensors(record: Refusing) -> Iterator[Patch]:
     """Yield patches of Tensor that refuse to make a text of one: `print(loss)`, `f"{loss:.3f}"`,
-    `repr([loss])`.
+    `repr([loss])`. Other threads and torch's own code may.
     """
     thread = get_ident()
 
@@ -167,7 +167,8 @@ def _beyond_text(frame: FrameType | None) -> FrameType | None:
 
 def _streams(record: Refusing, namespaces: Iterable[dict[str, Any]]) -> Iterator[Patch]:
     """Yield patches that refuse texts for the terminal, whoever writes them (`print`, `tqdm.write`,
-    a console), and for open files that the code names.
+    a console), and for open files that the code names. Texts of torch, `logging` and `warnings`
+    pass to the terminal.
 
     Args:
         record: is called to refuse.

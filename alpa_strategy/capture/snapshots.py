@@ -193,8 +193,8 @@ def _appended(items: Any, old: Any) -> list[Any] | None:
 
 
 def _changes_of_container(snapshot: Snapshot, of_data: OfData) -> dict[str, Any]:
-    """Return {place: container} if it has changed, unless it is a cache that has filled itself;
-    else {}.
+    """Return {place: container} if it has changed, unless it is a cache that has filled itself or
+    its changes are not reported; else {}.
     """
     if not snapshot.is_noticed or snapshot.came() == []:
         return {}
@@ -265,7 +265,8 @@ def _changed_names(snapshot: Snapshot) -> list[str]:
 def _changes_of_names(snapshot: Snapshot, _: OfData) -> dict[str, Any]:
     """Return label -> present value of the names that the step has changed.
 
-    Names that capture itself sets, and caches of `cached_property`, do not count.
+    Unreported names and new values of a `cached_property` do not count. If changes of the snapshot
+    are not reported, only globals count that were numbers before.
     """
     names = snapshot.names
     changes = {}
@@ -297,7 +298,9 @@ def _changes_of_hooks(snapshot: Snapshot, _: OfData) -> dict[str, Any]:
 
 
 def _attributes_of(owner: Any) -> dict[str, Any]:
-    """Return the attributes of a class, a closure's variable or an object with slots."""
+    """Return the attributes of a class, a closure's variable or an object with slots; of a class,
+    without those that begin with `__` or `_abc_`.
+    """
     if isinstance(owner, type):
         return {
             name: value
@@ -312,7 +315,9 @@ def _attributes_of(owner: Any) -> dict[str, Any]:
 
 
 def _changes_of_attributes(snapshot: Snapshot, _: OfData) -> dict[str, Any]:
-    """Return {place: object} if an attribute was set, changed or deleted; else {}."""
+    """Return {place: object} if an attribute was set, changed or deleted and this is reported; else
+    {}.
+    """
     if not snapshot.is_noticed:
         return {}
     changed = changed_names(_attributes_of(snapshot.items), snapshot.before)
@@ -332,8 +337,8 @@ def _restore_attributes(snapshot: Snapshot) -> None:
 
 
 def _state_of(value: Any) -> Any:
-    """Return a copy of the state of a random generator, an array or a tensor, in a form that can be
-    compared.
+    """Return a copy of the state of a random generator, an array, a tensor or shared memory, in a
+    form that can be compared.
     """
     if isinstance(value, Tensor):
         return value.clone()
@@ -347,7 +352,7 @@ def _state_of(value: Any) -> Any:
 
 
 def _changes_of_state(snapshot: Snapshot, _: OfData) -> dict[str, Any]:
-    """Return {place: object} if its content has changed; else {}."""
+    """Return {place: object} if its content has changed and this is reported; else {}."""
     if not snapshot.is_noticed:
         return {}
     # As pickles, because arrays compare element by element.
@@ -356,7 +361,7 @@ def _changes_of_state(snapshot: Snapshot, _: OfData) -> dict[str, Any]:
 
 
 def _restore_state(snapshot: Snapshot) -> None:
-    """Write the former state back into the same random generator or array."""
+    """Write the former state back into the same random generator, array, tensor or memory."""
     items = snapshot.items
     before = snapshot.before
     if isinstance(items, np.ndarray | Tensor):

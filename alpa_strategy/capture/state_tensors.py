@@ -58,7 +58,10 @@ def state_leaves(module: nn.Module, places: Iterable[Place]) -> list[Any]:
 
 
 def place_of(module: nn.Module, tensor: Tensor) -> Place | None:
-    """Return the attribute that has a tensor, or a container of it; None if there is none."""
+    """Return the attribute that has a tensor, or a container of it; None if there is none.
+
+    Parameters and buffers are not searched, and the whole value must be a state (`is_state`).
+    """
     for path, child in module.named_modules():
         for name, value in vars(child).items():
             if name in MEMBERS:
@@ -121,7 +124,7 @@ class StateInputs:
         return len(leaves) == len(stand_ins) and all(is_same)
 
     def guards(self) -> tuple[ValueGuard, ...]:
-        """Return guards on the structure, shapes and common memory of the values."""
+        """Return guards on the values: structure, shapes, dtypes, plain values, common memory."""
         guards = []
         for place, value in self._values.items():
             namespace: Mapping[Any, Any] = place.holder(self._module)

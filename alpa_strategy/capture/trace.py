@@ -458,7 +458,8 @@ def _fake_inputs(
 def _placeholder(outputs: list[Tensor], leaf: Any) -> Any:
     """Return the leaf that replaces `leaf` in the structure of results.
 
-    A tensor is appended to `outputs` and replaced by a ValueRef.
+    A tensor is appended to `outputs` and replaced by a ValueRef, an unread leaf of the batch by a
+    LeafRef, a StepCounter by its expression. Others stay.
     """
     index = index_of(leaf)
     if index is not None:
@@ -522,8 +523,8 @@ def _capture_device(
 ) -> torch.device:
     """Return the device of the fake tensors. Tracing allocates no memory on it.
 
-    It is the parameters' device if that is an accelerator. For other parameters it is a GPU if
-    `context` casts for GPUs, else the CPU.
+    It is the first parameter's device if that is an accelerator. Else it is a GPU if `context`
+    casts for GPUs and there is one, else the CPU.
     """
     device = next((p.device for p in module.parameters()), torch.device("cpu"))
     if device.type not in ("meta", "cpu"):

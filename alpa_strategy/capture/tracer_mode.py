@@ -262,7 +262,7 @@ class TracerMode(TorchFunctionMode):
             self.__torch_function__(Tensor.copy_, (), (tensor, value))
 
     def _check_device(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Check that a call makes no tensor on another device than the step's.
+        """Check that a call makes no tensor on a device of another type than the step's.
 
         Fake tensors of a device that this build does not have would end the process when autograd
         sees them.

@@ -33,7 +33,7 @@ def save_directory(
     rest: bytes | Exception,
     group: dist.ProcessGroup | None = None,
 ) -> None:
-    """Write a checkpoint directory. Collective over `group`.
+    """Write a checkpoint directory, in place of a checkpoint at `path`. Collective over `group`.
 
     Every element of every tensor must be in the chunks of a rank, and may be in those of several.
 
@@ -44,7 +44,8 @@ def save_directory(
         group: of all ranks, with a CPU backend; None: this process alone.
 
     Raises:
-        CheckpointError: on every rank, if any rank could not write its shards; `path` is unchanged.
+        CheckpointError: on every rank, if any rank could not write its shards, or `path` is a
+            directory that is no checkpoint; `path` is unchanged.
     """
     writer = _DirectoryWriter(path, rest)
     with writer.lock():

@@ -144,7 +144,9 @@ def _delete_if_unused(folder: Path) -> None:
 
 @contextmanager
 def _exclusive(path: Path) -> Iterator[None]:
-    """Context that one process of this node is in at a time."""
+    """Context that one process of this node is in at a time, by a lock on the file `path`, which is
+    made and stays.
+    """
     with path.open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield

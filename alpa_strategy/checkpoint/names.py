@@ -123,7 +123,7 @@ def put_in_place(staging: Path, target: Path) -> None:
 
 
 def _exchange(first: Path, second: Path) -> bool:
-    """Swap two names in one atomic step (Linux); return False if that is not supported."""
+    """Swap two names in one atomic step (Linux); return False if that is not supported or fails."""
     rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if rename is None:
         return False

@@ -165,7 +165,8 @@ def is_checkpoint(path: str | Path) -> bool:
     """Whether a complete sharded checkpoint is at `path`; repairs an interrupted save first.
 
     Raises:
-        CheckpointError: `path` is a URL that cannot be read.
+        CheckpointError: `path` is a URL that cannot be read or has an incomplete folder, or a
+            damaged pointer to shards.
     """
     if urls.is_url(path):
         try:
@@ -201,7 +202,8 @@ def checked(checkpoint: Any, path: str | Path) -> dict[str, Any]:
         path: for messages.
 
     Raises:
-        CheckpointError: an entry is missing or has another type.
+        CheckpointError: `state_dict` is missing, an entry has another type, or Lightning's version
+            is no version.
     """
     if not isinstance(checkpoint, dict) or "state_dict" not in checkpoint:
         raise CheckpointError(
@@ -494,7 +496,9 @@ class RestrictedReader(dcp.FileSystemReader):
         self._sums = sums or {}
 
     def _slice_file(self, file: Any, sinfo: _StorageInfo) -> Any:
-        """Return an item's part of a file, whose checksum is verified."""
+        """Return an item's part of a file. CheckpointError if its checksum, if there are any, is
+        another one.
+        """
         # Torch has no checksums of its own.
         if self._sums:
             _check_sum(file, sinfo, self._sums)

@@ -125,7 +125,7 @@ class CheckpointWriter:
 
         Raises:
             CheckpointError: on every rank, if rank 0 fails; in the background, from the next call
-                of a method.
+                of a method. There, an error of pickling is raised at once, on rank 0 alone.
         """
         self._wait_for_others(path, in_background)
 
@@ -187,7 +187,7 @@ class CheckpointWriter:
         """Remove a checkpoint, on rank 0.
 
         A save that is in flight is finished first. If it fails, nothing is removed: the checkpoint
-        may be the last one.
+        may be the last one. Done in the background then, and for a URL.
         """
         if not self._is_rank_zero:
             return
@@ -215,8 +215,8 @@ def _as_on_rank_zero(
 ) -> dict[str, LocalShards]:
     """Return the shards that this rank writes, of the tensors in rank 0's checkpoint. Collective.
 
-    A hook may have removed entries on one rank only. CheckpointError if one is of an earlier
-    checkpoint.
+    A hook may have removed entries on one rank only. Shards without an entry are left out.
+    CheckpointError if one is of an earlier checkpoint.
 
     Args:
         shards: of this rank's checkpoint, by key.
@@ -232,7 +232,7 @@ def _as_on_rank_zero(
 
 
 def _copied(local_shards: LocalShards) -> LocalShards:
-    """Return a copy of the shards in host memory."""
+    """Return a copy of the shards in host memory, without their entry."""
     chunks = []
     for chunk in local_shards.chunks:
         copy = chunk.tensor.detach().to("cpu", copy=True).contiguous()

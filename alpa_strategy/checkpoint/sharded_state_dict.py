@@ -410,8 +410,8 @@ def _full_states(
 
 
 def _described(value: Any, parameter: nn.Parameter) -> _StateValue:
-    """Return the description of a value of the optimizer's state for rank 0: shape and dtype, but
-    the value itself if it has no dims or is no tensor.
+    """Return the description of a value of the optimizer's state for the other ranks: shape and
+    dtype, but the value itself if it has no dims or is no tensor.
 
     Args:
         parameter: whose state it is.

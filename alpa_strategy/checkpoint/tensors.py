@@ -257,7 +257,9 @@ class StoredTensor(_Elsewhere):
             raise
 
     def full_tensor(self) -> Tensor:
-        """Return all of it, in new memory unless `in_memory` was called before."""
+        """Return all of it, in new memory unless `in_memory` was called before. CheckpointError if
+        the file is damaged.
+        """
         if self._in_memory is not None:
             return self._in_memory
         result = torch.empty(self.shape, dtype=self.dtype)
@@ -360,7 +362,7 @@ def from_file(path: Any, weights_only: bool | None, tensors: Mapping[str, Tensor
 
 def _mapped(value: Any, path: Path, kind: type, change: Callable[[Path, Any], Any]) -> Any:
     """Return `value` with `change(path, leaf)` in the place of every leaf of class `kind` in dicts
-    and lists; `value` itself if it has none.
+    and lists. Lists are new ones; a dict without such leaves and lists is returned itself.
     """
     if isinstance(value, kind):
         return change(path, value)

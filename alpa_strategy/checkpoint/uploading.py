@@ -47,7 +47,8 @@ def upload_directory(
         staging_root: local folder, in which the files are written first.
 
     Raises:
-        CheckpointError: on every rank, if any rank fails; what was at the URL is unchanged.
+        CheckpointError: on every rank, if any rank fails. What was at the URL is unchanged, unless
+            only the removal of older shards has failed.
     """
     folder_name = _begin(url, group)
     with _staged(staging_root / folder_name) as folder:
@@ -136,7 +137,7 @@ def _begin(url: str, group: Any) -> str:
 
 
 def _on_all_ranks(work: Callable[[], Any], url: str, folder: Path | None, group: Any) -> list[Any]:
-    """Run `work` on all ranks, and return the results of all. Collective.
+    """Run `work` on all ranks, and return the results of all, by rank. Collective.
 
     Args:
         work: a part of an upload.
@@ -187,6 +188,9 @@ def _remove_shards(url: str, current: str | None) -> None:
     Args:
         url: of the checkpoint.
         current: name of the folder that stays; None: none does.
+
+    Raises:
+        OSError: the folder of shards cannot be listed, or one cannot be removed.
     """
     parent, name = urls.parent_and_name(url)
     for folder_name in urls.names(f"{parent}/{SHARDS}"):

@@ -87,7 +87,9 @@ def _read_efficiencies(device: Fields) -> tuple[tuple[str, tuple[tuple[str, floa
 
 
 def read_link(fields: Fields, key: str, nominal: dict[str, Any] | None) -> Link:
-    """Read the section `key` (`intra_node` or `inter_node`); `nominal` is used if there is none."""
+    """Read the section `key` (`intra_node` or `inter_node`); `nominal` is used if there is none.
+    ClusterError if a field is missing or wrong.
+    """
     known = LINK_FIELDS if key == "intra_node" else LINK_FIELDS[:3]
     link = fields.section(key, known, EXPECTED_LINK, nominal)
     return Link(
@@ -98,7 +100,7 @@ def read_link(fields: Fields, key: str, nominal: dict[str, Any] | None) -> Link:
 
 
 def read_host(fields: Fields) -> Host | None:
-    """Read the section `host`; None if there is none."""
+    """Read the section `host`; None if there is none. ClusterError if a field is not right."""
     if "host" not in fields.data:
         return None
     host = fields.section("host", HOST_FIELDS, f"a section with {', '.join(HOST_FIELDS)}")
@@ -116,8 +118,8 @@ def read_host(fields: Fields) -> Host | None:
 
 
 def read_order(fields: Fields) -> str | Order:
-    """Read the field `order`: one of `ORDERS`, or ranks (whether they are all is not checked);
-    ClusterError if it is something else.
+    """Read the field `order`: one of `ORDERS` (the first if there is no field), or ranks (whether
+    they are all is not checked); ClusterError if it is something else.
     """
     order = fields.value("order", EXPECTED_ORDER, ORDERS[0])
     if isinstance(order, list | tuple) and all(type(rank) is int for rank in order):

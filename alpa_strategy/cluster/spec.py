@@ -303,7 +303,8 @@ class ClusterSpec:
     def _positions(self, num_nodes: int, per_node: int) -> Iterator[Sequence[int]]:
         """Yield the global ranks of a submesh of `num_nodes` nodes with `per_node` devices.
 
-        It does so at every position that differs from the others: at one, if all links are alike.
+        At one position if all links are alike; else at every multiple of its size in the device
+        order.
         """
         if self.is_uniform:
             ranks: list[int] = []
@@ -360,7 +361,8 @@ class ClusterSpec:
     def digest(self) -> str:
         """Return a hash of everything that costs depend on.
 
-        Without the measured figures if `measured`: they vary by run.
+        Of nodes, devices per node, device name and memory in GiB alone if `measured`: the measured
+        figures vary by run.
         """
         data: Any = self.to_dict()
         if self.measured:
@@ -369,7 +371,9 @@ class ClusterSpec:
         return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()[:16]
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain data for JSON or YAML; inverse of `from_dict`."""
+        """Return plain data for JSON or YAML; inverse of `from_dict`. Most fields that have their
+        defaults are left out.
+        """
         data = changed_fields(self, "tables", "measured")
 
         device = changed_fields(self.device, "efficiency")
@@ -429,7 +433,7 @@ NOMINAL = ClusterSpec(
 
 
 def _read_intra_node_links(fields: Fields) -> tuple[tuple[float, ...], ...]:
-    """Return the (latency, bandwidth) figures of `intra_node`, () if the file has no such field."""
+    """Return the matrix `intra_node.links`, [device, device] bytes/s; () if the file has none."""
     if "intra_node" not in fields.data:
         return ()
     return read_links(fields.section("intra_node", LINK_FIELDS, EXPECTED_LINK))

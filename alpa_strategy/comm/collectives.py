@@ -117,7 +117,8 @@ class RankZero:
     def result_of(self, work: Callable[[], Any], work_name: str) -> Any:
         """Run `work` on rank 0; return its result (pickled) on every rank.
 
-        An AlpaError of `work` is raised on every rank.
+        An AlpaError of `work` is raised on every rank, another error on rank 0 alone: the others
+        wait until the timeout.
 
         Args:
             work_name: name of the work in the error below.
@@ -154,7 +155,7 @@ class RankZero:
         return result
 
     def meet(self, name: str, text: str, timeout_seconds: float) -> dict[int, str]:
-        """Exchange a text under `name`, and return rank -> text of those that arrived in time.
+        """Exchange a text under `name`; return rank in the group -> text of those in time.
 
         It waits until all ranks have sent one, or `timeout_seconds`.
         """
@@ -185,7 +186,7 @@ def lasting_group(use: Any, ranks: Sequence[int] | None = None, **options: Any) 
 
     Args:
         use: name of the use.
-        ranks: of the job; None: all.
+        ranks: of the job; None: all. Other ranks get no group: `NON_GROUP_MEMBER` or None.
         options: of `torch.distributed.new_group`.
     """
     _forget_groups_of_other_jobs()
@@ -229,7 +230,9 @@ def any_rank(flags: Sequence[bool]) -> list[bool]:
 
 
 def all_reduce_max(numbers: Sequence[int], group: Any = None) -> list[int]:
-    """Return the largest of each number over all ranks. Collective, between hosts."""
+    """Return the largest of each number over the ranks of `group` (None: all). Collective, between
+    hosts.
+    """
     tensor = torch.tensor(numbers, dtype=torch.int64)
     if world_size(group) > 1:
         dist.all_reduce(tensor, dist.ReduceOp.MAX, _consensus_group(group))
@@ -305,7 +308,9 @@ class Background:
         return self._error is not None
 
     def run(self, job: Callable[[], None]) -> threading.Thread:
-        """Queue a job, and return its thread; it is dropped when one before it has failed."""
+        """Queue a job, and return its thread. The job is dropped if one before it has failed, whose
+        error `wait` has not raised yet.
+        """
         before = self._last
 
         def work() -> None:

@@ -196,7 +196,8 @@ def stored_path(
 ) -> Path:
     """Return the path of a cluster's file in `folder`.
 
-    It does not depend on host names, so that jobs on other hosts of the same kind use it as well.
+    It depends on the arguments and PyTorch's version, not on host names, so that jobs on other
+    hosts of the same kind use it as well.
     """
     key = json.dumps([device, num_nodes, devices_per_node, backend, torch.__version__])
     digest = hashlib.sha256(key.encode()).hexdigest()[:12]
@@ -271,7 +272,7 @@ def _agreed_max(mesh: MeshComm, values: list[float], device: torch.device) -> li
 def measure_slowdown(mesh: MeshComm, device: torch.device = CPU, seconds: float = 0.1) -> float:
     """Measure how many times slower a device computes while all devices of the mesh do. Collective.
 
-    Ranks may share cores, memory, or one host. 1 on GPUs.
+    Ranks may share cores, memory, or one host. 1 on GPUs, on one device, and up to `NO_SLOWDOWN`.
 
     Args:
         seconds: of a window over which the rate is measured. Best times would not do: ranks that

@@ -270,7 +270,7 @@ class AxisComm:
         return Pending(lambda: row, work, self._is_polled)
 
     def _start_even_exchange(self, rows: Tensor) -> Pending:
-        """Launch the exchange of equal chunks of `rows`, contiguous: chunk i goes to device i."""
+        """Launch an exchange: chunk i of `rows` goes to device i, as chunk i comes from it."""
         received = torch.empty_like(rows)
         work = self._library.all_to_all_single(
             as_bytes(received), as_bytes(rows), None, None, self.group, True
@@ -444,7 +444,7 @@ def build_stage_meshes(
     Collective over the job, or the replica of `group`: every rank passes the same list.
 
     Args:
-        meshes: (shape, ranks) of each; stages may share ranks. Equal ones are one mesh.
+        meshes: (shape, ranks in `group`) of each; stages may share ranks. Equal ones are one mesh.
         backend, own_groups, group: as for `build_mesh`; OptionError as of `select_backend`.
     """
     is_nccl = dist.is_initialized() and dist.get_backend() == "nccl"
@@ -486,8 +486,8 @@ def _build_one(
     """Make a mesh, with its process groups; None if this rank is not on it. Collective.
 
     Args:
-        ranks: of the mesh, in row-major order.
-        group: process group of the job; None: all ranks.
+        ranks: of the mesh, numbered in `group`, in row-major order.
+        group: process group of the job or replica; None: all ranks.
         library: that runs the collectives.
         own_groups: the mesh's purpose if it has process groups of its own; empty: it shares those
             of other meshes.
@@ -517,7 +517,7 @@ def _build_one(
 def _group_of(
     ranks: tuple[int, ...], use: Any, group: Any = None, is_own: bool = False, local: bool = False
 ) -> Any:
-    """Return a process group of `ranks` of `group`.
+    """Return a process group of `ranks` of `group`, as of `lasting_group`.
 
     It is `group` itself if that has the same ranks in the same order, or if there is one rank.
 

@@ -57,7 +57,8 @@ class Outbox:
 
     def send(self, ops: Sequence[dist.P2POp]) -> None:
         """Launch sends, and keep their tensors until they are sent. With gloo, a background thread
-        waits for them when they hold more than `HELD_BYTES`.
+        waits for them when they hold more than `HELD_BYTES`. LostRankError if one cannot be
+        launched.
         """
         for op in ops:
             self._held.append((op, _launch(op)))
@@ -90,7 +91,9 @@ class Outbox:
 
 
 def _wait_for(held: deque[tuple[dist.P2POp, Any]]) -> None:
-    """Wait for the sends in order; each buffer is freed when it has been sent."""
+    """Wait for the sends in order; each buffer is freed when it has been sent. LostRankError if a
+    receiver is gone.
+    """
     while held:
         op, work = held.popleft()
         _named(op, work.wait)
@@ -169,7 +172,7 @@ class Transfer:
         return {ranks[peer]: slots for peer, slots in sorted(messages.items())}
 
     def send_ops(self, tensors: Sequence[Tensor | None], tag: int) -> list[dist.P2POp]:
-        """Return the messages with this rank's pieces of `tensors`.
+        """Return the messages with this rank's pieces of `tensors`, which the caller launches.
 
         Pieces that stay on this device are stored until `assemble` with the same tag.
 
@@ -273,7 +276,7 @@ class Receipt:
     def wait(self) -> list[Tensor]:
         """Return the local tensors, in the bundle's order.
 
-        Collective on the target's mesh if a plan gathers.
+        Collective on the target's mesh if a plan gathers. LostRankError if a sender is gone.
         """
         # Receives that the caller launched have no handle here: the caller has waited for them.
         for op, work in zip(self.ops, self.works, strict=False):
@@ -292,6 +295,9 @@ def exchange(
 
     Returns:
         Per transfer this rank's local tensors, [] if it is not on the target's mesh.
+
+    Raises:
+        LostRankError: another rank is gone (with gloo; of NCCL its own error).
     """
     # All receives and sends are launched before the first is waited for, so that their order among
     # the ranks does not matter.
@@ -349,7 +355,9 @@ def _dual(layout: Layout) -> DualLayout:
 
 
 def _launch(op: dist.P2POp) -> Any:
-    """Launch a p2p transfer, through host memory if the backend cannot send from the device."""
+    """Launch a p2p transfer, through host memory if the backend cannot send from the device, and
+    return its handle. LostRankError if the connection fails.
+    """
     if op.tensor.device.type != "cpu" and dist.get_backend(op.group) == "gloo":
         return _named(op, lambda: StagedThroughHost(op))
     return _named(op, lambda: op.op(op.tensor, op.peer, op.group, op.tag))

@@ -135,8 +135,8 @@ class ShardedRandom:
 
 
 def _generators(args: tuple[Any, ...]) -> list[torch.Generator]:
-    """Return the default generators that an op on `args` may draw from: its device's, or all in use
-    when no tensor says which.
+    """Return the default generators that an op on `args` may draw from: that of the first tensor's
+    device, or all in use when no argument is a tensor.
     """
     for arg in args:
         if isinstance(arg, Tensor):

@@ -202,7 +202,7 @@ class SavedTensorHooks:
         """Record that `result` is `gather.values(tensor)`.
 
         Called by every Reshard while this context is active. Tensors that are not computed from a
-        parameter alone are ignored.
+        parameter alone are ignored, and results that share the memory of `tensor`.
         """
         if not self._is_parameter(tensor):
             return
@@ -252,7 +252,9 @@ class SavedTensorHooks:
         self.note_made(result, lambda _operands: fetch(), [])
 
     def _is_parameter(self, tensor: Tensor) -> bool:
-        """Whether `tensor` is a parameter, or a cast or view of one."""
+        """Whether `tensor` is a parameter, or made of one by a few ops that save no tensors: casts,
+        views, gathers.
+        """
         if id(tensor) in self._parameters:
             return True
         node: Any = tensor.grad_fn
@@ -300,7 +302,7 @@ class SavedTensorHooks:
 
     def _pack(self, tensor: Tensor) -> Any:
         """Return the object that autograd saves for `tensor`: a view with a recipe, or the tensor
-        itself if its memory has none.
+        itself (detached if it has a graph) if its memory has none.
         """
         recipe = None
         # A sparse tensor, for example, has no storage by which to recognize it.

@@ -82,6 +82,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     Raises:
         OptionError: the argument is no recipe, or there are not as many prices as clusters.
+        AlpaError: a cluster or the recipe cannot be used.
     """
     check_is_recipe(arguments.recipe)
     prices = arguments.prices or []

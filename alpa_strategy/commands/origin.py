@@ -28,6 +28,7 @@ def stored_plan(path: str, progress: Progress) -> StoredPlan:
 
     Raises:
         PlanError: nothing beside it names its recipe, or the recipe has changed since.
+        AlpaError: the plan, its recipe or cluster cannot be read, or the step not captured.
     """
     plan = Plan.load(path)
     details = details_of_file(path, plan)
@@ -55,6 +56,9 @@ def task_of(origin: Origin, progress: Progress) -> PlanTask:
     Args:
         origin: recipe, cluster and overrides.
         progress: shows the phases.
+
+    Raises:
+        AlpaError: recipe or cluster cannot be read, or the step cannot be captured.
     """
     from alpa_strategy.fit.variation import CapturedRequests
 
@@ -91,6 +95,9 @@ def request_of(origin: Origin, cluster: ClusterSpec) -> FitRequest | None:
     Args:
         origin: a recipe or a model by name.
         cluster: that it is planned for.
+
+    Raises:
+        OptionError: a flag is unknown, or has a wrong value.
     """
     if not is_by_name(origin.recipe):
         return None

@@ -32,7 +32,12 @@ def add_arguments(show: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print a stored plan, write its page and picture if these are requested, and return 0."""
+    """Print a stored plan, write its page and picture if these are requested, and return 0.
+
+    Raises:
+        AlpaError: the plan cannot be read, or the page or picture cannot be written.
+        OSError: the details of a plan at a URL cannot be read.
+    """
     plan = Plan.load(arguments.plan)
     console = make_console()
     console.print(plan_table(plan))

@@ -86,6 +86,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     Raises:
         PlanError: there is no plan with all changes. The table was printed.
+        AlpaError: an argument, the recipe or the cluster cannot be used.
     """
     # What was planned for the same inputs is not planned again.
     stored = Plan.load(arguments.recipe) if _is_plan_file(arguments.recipe) else None
@@ -206,6 +207,7 @@ def _varied(origin: Origin, base: Variation, changes: Sequence[str], label: str)
     Raises:
         OptionError: a change is not of the form KEY=VALUE, or `2x` of what is no number.
         ClusterError: the cluster file cannot be read.
+        AlpaError: likewise the recipe, or the changes do not fit it.
     """
     to_cluster = dict(base.to_cluster)
     overrides = list(base.overrides)
@@ -382,7 +384,9 @@ def _warnings(variations: Sequence[Variation], plans: Sequence[Plan | None]) -> 
 
 
 def _unchanged_cell(unchanged: UnchangedPlan) -> Text:
-    """Return the seconds of a step with the unchanged plan, or that it cannot be used."""
+    """Return the seconds of a step with the unchanged plan, `too large` if it does not fit, or `-`
+    if it cannot be used.
+    """
     if unchanged.seconds is None:
         return Text("-", "dim")
     if not unchanged.fits:

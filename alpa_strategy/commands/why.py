@@ -28,8 +28,8 @@ def add_arguments(why: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Explain a layout for `alpa why`, print the answer, add it to the details and the page that
-    are stored beside the plan, and return 0.
+    """Explain a layout for `alpa why`, print the answer, add it to the details beside the plan, and
+    to its page if there is one, and return 0.
 
     Raises:
         AlpaError: the plan cannot be read, or has nothing of this name.

@@ -197,7 +197,13 @@ def _bytes_of(metas: Iterable[TensorMeta]) -> int:
 
 
 def _view_backward(call: OpCall, name: str, grads: list[TensorMeta]) -> Work:
-    """The gradient of a slice is written to a tensor of the operand's shape."""
+    """Return the work of a view's backward: none, but the gradient of a slice is written to a
+    tensor of the operand's shape.
+
+    Args:
+        name: of the op.
+        grads: the gradients that the backward computes; none: no work.
+    """
     if not grads or name not in PART_VIEWS:
         return NOTHING
     return Work(0.0, _bytes_of(call.results) + _bytes_of(grads), 1)

@@ -81,8 +81,8 @@ def time_in_order(calls: Sequence[OrderedCall], device: torch.device) -> float |
 
 
 def _now(device: torch.device) -> float:
-    """The time in seconds; with one thread its time on a core, which does not include other
-    jobs'.
+    """Return the time in seconds: with a GPU after all of its work; of a CPU with one thread the
+    time on a core, which does not include other jobs'.
     """
     if device.type == "cuda":
         torch.cuda.synchronize(device)

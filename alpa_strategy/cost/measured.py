@@ -113,8 +113,8 @@ class OpTable:
         return table
 
     def save(self) -> None:
-        """Write the table to its path, atomically, with what other jobs have added there. Does
-        nothing without a path.
+        """Write the table to its path, atomically, with what other jobs have added there, which it
+        gets as well. Does nothing without a path.
         """
         if self.path is None:
             return
@@ -370,7 +370,7 @@ def _cpu_model() -> str:
 
 
 def _matmul_rate(dtype: torch.dtype, device: torch.device, budget_seconds: float) -> float | None:
-    """FLOP/s of square matmuls; None if the device has none of this dtype.
+    """Return the best FLOP/s of square matmuls; None if the device has none of this dtype.
 
     Sizes grow while they fit in the budget.
     """

@@ -195,9 +195,9 @@ class RooflineCosts:
         """Return the (forward, backward) ratios measured/roofline expected of a call that was not
         measured itself; (1, 1) if none of its family was measured, or `seconds` is 0.
 
-        A mean over measured calls of its family. Those whose shapes are most similar count most:
-        the shards of an op run as the full op does, while another op of its size may reach a third
-        of its rate.
+        A geometric mean over measured calls of its family. Those whose shapes are most similar
+        count most: the shards of an op run as the full op does, while another op of its size may
+        reach a third of its rate.
 
         Args:
             seconds: the call's roofline, forward and backward together.

@@ -162,7 +162,12 @@ def _saved_by_attention(call: OpCall, no_results: tuple[bool, ...], num_rows: in
 
 
 def _saved_in_run(call: OpCall, mode: FakeTensorMode, compiled: bool) -> Saved:
-    """Run `call` forward and backward in `mode`; whatever its kernels raise is passed on."""
+    """Return what autograd saves in a run of `call`, forward and backward, on fake tensors of
+    `mode`; whatever its kernels raise is passed on.
+
+    Args:
+        compiled: as of `find_saved`.
+    """
     saved: list[Tensor] = []
 
     def pack(tensor: Tensor) -> Tensor:
@@ -214,7 +219,7 @@ def _saved_in_run(call: OpCall, mode: FakeTensorMode, compiled: bool) -> Saved:
 
 
 def _can_fuse(kernel: torch._ops.OpOverload) -> bool:
-    """Whether the partitioner recomputes a kernel; kernels outside of ATen are not asked."""
+    """Whether the partitioner recomputes a kernel; True for kernels outside of ATen."""
     if kernel.namespace != "aten":
         return True
     is_pointwise = torch.Tag.pointwise in kernel.tags

@@ -43,7 +43,7 @@ def best_change(plan: Plan, memory_limit: float | None = None) -> str | None:
     """Return the change that would help a plan most, and what it brings.
 
     Changes that were planned (`alpa plan hf:`) are returned as they are. Of others, a change of the
-    cluster comes second, and only if it brings more.
+    cluster comes second, and only if it brings more. If none helps, the text says what takes time.
 
     Args:
         plan: whose seconds are known.
@@ -195,7 +195,9 @@ def _larger_batch(
 
 
 def _seconds_once_per_step(plan: Plan) -> float:
-    """Return the seconds of collectives once per step, as far as nothing hides them."""
+    """Return the seconds of the slowest stage's collectives once per step, as far as nothing hides
+    them.
+    """
     stage = longest_stage(plan)
     total = sum(collective.seconds for collective in stage.collectives)
     if not total:
@@ -206,7 +208,8 @@ def _seconds_once_per_step(plan: Plan) -> float:
 
 def _share_of_waiting_once(plan: Plan, before: ScheduleTimeline | None) -> float:
     """Return the share of a pipeline's waiting that twice as many micro-batches do not add to: to
-    fill and to drain it. The rest is waiting for messages and for other stages.
+    fill and to drain it. The rest is waiting for messages and for other stages. 1 if the schedule
+    is not known.
     """
     num_meshes = len(group_sizes(plan))
     count = plan.num_microbatches
@@ -281,7 +284,7 @@ def _no_recomputation(plan: Plan) -> list[Change]:
 
 
 def _faster_links(plan: Plan, schedule: ScheduleTimeline | None) -> list[Change]:
-    """Return links of twice the bandwidth. Args: as of `_larger_batch`."""
+    """Return the change to links of twice the bandwidth. Args: as of `_larger_batch`."""
     in_stages = plan.predicted.communication_seconds / 2
     between = _saved_by_faster_boundaries(plan, schedule)
     text = "links twice as fast"
@@ -291,7 +294,8 @@ def _faster_links(plan: Plan, schedule: ScheduleTimeline | None) -> list[Change]
 
 
 def _saved_by_faster_boundaries(plan: Plan, before: ScheduleTimeline | None) -> float:
-    """Return the seconds that a step is shorter if messages between stages take half as long.
+    """Return the seconds that a step is shorter if messages between stages take half as long; at
+    most its waiting.
 
     Args:
         before: the schedule now; None: waiting is no part of the step, the result is 0.

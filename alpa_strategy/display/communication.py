@@ -74,7 +74,9 @@ def _schedule_seconds(plan: Plan) -> float:
 
 
 def hidden_messages_text(plan: Plan) -> str:
-    """Return how much longer a step is for its messages; "" if that is not known or none are."""
+    """Return a text: how long all messages take, and how much shorter a step would be without them;
+    "" if that is not known or there are none.
+    """
     messages = boundary_messages(plan)
     exposed = exposed_message_seconds(plan) if messages else None
     if exposed is None:

@@ -81,7 +81,7 @@ def _figures(plan: Plan) -> TaskFigures:
 
 def change(old: float, new: float) -> Text:
     """Return how a number changes from `old` to `new`, in percent: green if it gets less, else red.
-    `new` if there was nothing; empty if the two are about the same.
+    `new` if there was nothing; empty if the two are about the same, or the ratio is not finite.
     """
     if old == new:
         return Text("")
@@ -143,7 +143,7 @@ def _recomputed(plan: Plan) -> str:
 
 
 def _layouts(plan: Plan) -> Layouts:
-    """Parameter -> (storage, mesh)."""
+    """Return parameter -> (storage, mesh) as text, of the first stage that has it."""
     layouts: dict[str, tuple[str, str]] = {}
     for stage in plan.stages:
         for name, parameter in stage.parameter_plans.items():

@@ -65,8 +65,8 @@ def _parts(plan: Plan) -> list[str]:
 
 
 def _largest_collective(plan: Plan) -> str:
-    """Return a sentence on the collective that takes longest on the devices whose seconds the
-    step's parts are, "" if they have none.
+    """Return a sentence, after a space, on the collective that takes longest on the devices whose
+    seconds the step's parts are, "" if they have none.
     """
     pairs: list[tuple[int, Collective]] = []
     for stage_index in busiest_stages(plan):
@@ -148,7 +148,7 @@ def _messages(plan: Plan) -> list[str]:
 
 
 def busiest_text(plan: Plan) -> str:
-    """Return of which devices the parts of the step are, "" if all devices have the same."""
+    """Return of which devices the parts of the step are, "" for a plan of one stage."""
     if len(plan.stages) == 1:
         return ""
     group = busiest_stages(plan)

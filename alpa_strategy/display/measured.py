@@ -109,7 +109,8 @@ def measured_parts(profiled: ProfiledSteps, plan: Plan) -> dict[str, float]:
 
 
 def measured_table(measured: MeasuredSteps, plan: Plan) -> RenderableType:
-    """Return a table of the parts of a step, measured beside predicted.
+    """Return a table of the parts of a step, measured beside predicted; a line of the seconds of a
+    step if none was profiled.
 
     Args:
         measured: of a run of the plan.

@@ -118,7 +118,8 @@ def rule_lines() -> dict[str, tuple[str, str]]:
 
 
 def _unlisted_rows(pattern: str) -> list[OpRow]:
-    """Return the overloads of one op that the table lacks because PyTorch has no samples of it.
+    """Return the pointwise overloads of one op that the table lacks because PyTorch has no samples
+    of it.
 
     Raises:
         OptionError: PyTorch has no such op, or the op has no rule.

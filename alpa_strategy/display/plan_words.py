@@ -122,7 +122,9 @@ def _elements_by_storage(stage: StagePlan, axis: int) -> Counter[str]:
 
 
 def _divides_matrices(stage: StagePlan, axis: int, elements: Counter[str]) -> bool:
-    """Whether an axis divides the matrices of products more often than their samples."""
+    """Whether an axis divides the matrices of products more often than their samples; without
+    products, whether most elements of parameters are in shards.
+    """
     num_divided, num_full = _products(stage, axis)
     if num_divided == num_full == 0:
         return elements["shards"] > elements["full"] + elements["once"]
@@ -176,7 +178,7 @@ def _uses_shards(stage: StagePlan, axis: int) -> bool:
 
 
 def _zero_level(elements: Counter[str], uses_shards: bool) -> int:
-    """Return the ZeRO level of an axis that divides samples."""
+    """Return the ZeRO level of an axis that divides samples: 0, 1 or 3."""
     if not uses_shards and elements["shards"] > elements["full"] + elements["once"]:
         return 3
     return 1 if elements["once"] > elements["full"] else 0
@@ -244,7 +246,9 @@ def task_words(plan: Plan) -> str:
 
 
 def _words_of_unequal(summaries: Sequence[StageSummary]) -> list[str]:
-    """Return the kinds of parallelism of stages that differ, and how many stages have each."""
+    """Return texts on stages that differ: of each kind of parallelism the largest number of devices
+    and the stages with it; of ZeRO levels and checkpointing the number of stages.
+    """
     words = []
     for kind, sizes in (
         ("data", [summary.samples for summary in summaries]),

@@ -30,7 +30,7 @@ class Progress:
         self._open = 0
 
     def say(self, line_or_table: RenderableType) -> None:
-        """Print a line or a table."""
+        """Print a line or a table, if this is enabled."""
         if self.enabled:
             is_text = isinstance(line_or_table, str)
             self.console.print(plain(line_or_table, keeps_lines=True) if is_text else line_or_table)

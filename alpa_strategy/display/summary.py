@@ -39,7 +39,9 @@ def plan_summary(
 
 
 def _notes(plan: Plan, location: str) -> list[RenderableType]:
-    """Return the first notes, those that say the same once, and where the rest is shown."""
+    """Return the first `MAX_NOTES` notes, equal ones in a row once and long ones cut, and a line on
+    where the rest is shown.
+    """
     notes = [note for note, _ in groupby(plan.notes)]
     shown: list[RenderableType] = []
     for note in notes[:MAX_NOTES]:

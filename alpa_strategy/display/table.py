@@ -190,7 +190,7 @@ def seconds_legend(parts: Mapping[str, float]) -> Text:
 
 
 def seconds_bar(parts: Mapping[str, float]) -> Text:
-    """Return a bar with a piece for each part of a step, by name in `PART_STYLES`; not for none."""
+    """Return a bar with a piece for each part of a step, of which there is at least one."""
     # In units of the largest one no sum overflows, whatever numbers a file has.
     largest = max(parts.values())
     total = sum(seconds / largest for seconds in parts.values())
@@ -276,7 +276,7 @@ def stage_overview(plan: Plan) -> Table:
 
 
 def _remat_text(stage: StagePlan) -> str:
-    """Return the entry in column `remat`."""
+    """Return the entry in column `remat`: `in 3` (segments), `whole`, or "" for none."""
     if not stage.remat:
         return ""
     return f"in {len(stage.spans)}" if stage.recompute_splits else "whole"
@@ -531,7 +531,7 @@ def recomputes(stage: StagePlan) -> str:
 
 
 def proof_of(plan: Plan) -> str:
-    """Return how close the plan is proved to be to the optimum, and among which plans."""
+    """Return how close the plan is proved to be to the optimum, among which plans; or "eager"."""
     if plan.is_eager:
         is_planned = any(stage.strategies for stage in plan.stages)
         return "eager steps, " + (

@@ -178,8 +178,8 @@ class ModuleCheckpoint:
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        """Run the module's forward under `torch.utils.checkpoint`, unless the memory budget allows
-        to save its activations.
+        """Run the module's forward under `torch.utils.checkpoint`, unless autograd records no
+        training step, or the memory budget allows to save its activations.
         """
         copy_forward = forward_of_copy(module)
         if copy_forward is not None:

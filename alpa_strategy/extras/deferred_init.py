@@ -125,7 +125,8 @@ class DeferredInit(ModuleInit):
 
         Raises:
             AlpaError: a parameter or buffer on the meta device has no values, and its module no
-                method to make them.
+                method to make them; or a parameter was changed in place after it was recorded.
+            RuntimeMismatchError: the ranks have recorded different ops.
         """
         if self._recorder is None:
             return
@@ -316,7 +317,9 @@ class DeferredInit(ModuleInit):
             )
 
     def _uninitialised(self, module: nn.Module) -> list[str]:
-        """Return the names of parameters and buffers on the meta device without recorded values."""
+        """Return the names of parameters and buffers on the meta device without recorded values,
+        other than those that a checkpoint has.
+        """
         assert self._recorder is not None
         names = []
         for name, tensor in (*module.named_parameters(), *module.named_buffers()):
@@ -334,7 +337,9 @@ class DeferredInit(ModuleInit):
                 tensor.data = tensor.data.clone()
 
     def _make_others(self, module: nn.Module) -> None:
-        """Make buffers, and tensors that are plain attributes: these are full on every rank."""
+        """Make deferred buffers, and deferred tensors in plain attributes and their lists, tuples
+        and dicts: these are full on every rank.
+        """
         full_tensors: dict[int, Tensor] = {}
         recorder = self._recorder
         assert recorder is not None

@@ -362,7 +362,7 @@ class _PhasePrices:
         parallel: str = "auto",
     ) -> _PhaseOption:
         """Return the plan with layouts of its own, with the seconds to move what is stored (None if
-        nothing is).
+        nothing is). PlanError if nothing fits.
         """
         # Parameters without a layout keep the phase's one in training, too, which must have memory
         # for them. Under ZeRO-3 it has.

@@ -18,7 +18,9 @@ ENTRY = "hugging_face"
 
 
 def add_descriptions(module: nn.Module, checkpoint: dict[str, Any]) -> None:
-    """Add the descriptions of a module's Hugging Face models to a checkpoint of it, if any."""
+    """Add the descriptions of a module's Hugging Face models to a checkpoint of it, if there are
+    any and it has a `state_dict`.
+    """
     descriptions = describe(module)
     if descriptions and "state_dict" in checkpoint:
         checkpoint[ENTRY] = descriptions

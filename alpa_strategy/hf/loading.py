@@ -36,6 +36,7 @@ def from_pretrained(
         SetupError: transformers is not installed, a `device_map` is given, or the weights are
             quantized (bitsandbytes), in blocks that cannot be sharded.
         CheckpointError: a file cannot be read, a shape differs, or names do not match (`strict`).
+            Other errors of the library pass.
     """
     library("transformers")
     check_not_quantized(path, settings)
@@ -73,7 +74,8 @@ def _check_report(
         accepts_shapes: whether tensors of other shapes are initialized instead.
 
     Raises:
-        CheckpointError: a shape differs, or names do not match.
+        CheckpointError: a shape differs, weights cannot be converted, or names do not match
+            (`strict`).
     """
     mismatched = sorted(report["mismatched_keys"], key=lambda entry: str(entry[0]))
     if mismatched and not accepts_shapes:
@@ -106,7 +108,9 @@ def _check_report(
 
 
 def _explained(path: str | Path, error: Exception) -> CheckpointError | None:
-    """Return an error that names the damaged or missing file, or None if no file explains it."""
+    """Return an error that names the damaged or missing file, or None if no file explains it.
+    CheckpointError is raised if it is an index that is damaged.
+    """
     if isinstance(error, CheckpointError):
         return error
     folder = Path(path)
@@ -147,8 +151,8 @@ def _weight_map(index: Path) -> Mapping[str, str]:
 
 
 def _file_of(path: str | Path, name: str) -> Path | str:
-    """Return the file with the tensor `name` in a model's folder; `path` itself if that is a file,
-    or if no index of the folder names the tensor.
+    """Return the file with the tensor `name` in a model's folder; `path` itself if that is no
+    folder, or if no index of the folder names the tensor. CheckpointError if an index is damaged.
     """
     folder = Path(path)
     for index in sorted(folder.glob("*.index.json")) if folder.is_dir() else ():

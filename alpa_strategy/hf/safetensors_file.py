@@ -106,7 +106,8 @@ def write_tensor(path: Path, offset: int, tensor: Tensor) -> None:
     """Write the bytes of a contiguous CPU tensor into an existing file, from the byte `offset` on.
 
     Raises:
-        CheckpointError: the file system has no space left, or another error.
+        CheckpointError: the file system has no space left, or another error of writing.
+        OSError: the file cannot be opened.
     """
     numbers: Any = tensor.reshape(-1).view(torch.uint8).numpy()
     content = memoryview(numbers)

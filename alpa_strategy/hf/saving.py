@@ -92,7 +92,8 @@ def save_pretrained(
 
     Args:
         model: of transformers or of PEFT, sharded or not.
-        folder: on a file system that all ranks share, or a URL. Other files in it stay.
+        folder: on a file system that all ranks share, or a URL; rank 0's is used. Other files in it
+            stay, apart from weights of an earlier save.
         values: of the model's parameters.
         max_shard_size: largest size of a file of weights, as of the library.
         tokenizer: (or processor) whose files are written too; None: those of the folder or name

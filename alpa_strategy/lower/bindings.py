@@ -63,7 +63,7 @@ def _kinds(call: OpCall) -> Iterator[Any]:
 
 def _same_function(call: OpCall, name: str) -> Callable[..., Any] | None:
     """Return PyTorch's generated function `name` (as in `torch._C._nn`) if it runs the same op as
-    the call, else None.
+    the call, perhaps with the schema's defaults as arguments; else None.
     """
     expected = _effect(call, call.target)
     if expected is None:

@@ -44,7 +44,7 @@ class Line:
 def function_of(
     source: str, name: str, namespace: dict[str, Any]
 ) -> Callable[..., tuple[Tensor, ...]]:
-    """Compile `source`, which defines the function `name`; tracebacks show its lines.
+    """Compile `source`, and return its function `name`; tracebacks show its lines.
 
     Args:
         namespace: what the function refers to; the function is added to it.
@@ -156,8 +156,8 @@ def _waiting(line: Line) -> Line:
 
 
 def drop_dead(lines: Sequence[Line]) -> list[Line]:
-    """Return the lines with a `del` after the last use of every value, except in the last line (the
-    return), so that memory is freed as in hand-written code.
+    """Return the lines with a `del` after the last use of every value that they define, except in
+    the last line (the return), so that memory is freed as in hand-written code.
     """
     last_use: dict[str, int] = {}
     for number, line in enumerate(lines):

@@ -198,7 +198,7 @@ def _ring_attention(
 
 
 def _over_all(tensor: Tensor, comms: Sequence[AxisComm], op: str = "sum") -> Tensor:
-    """Sum or maximum over the devices of these axes."""
+    """Return the `sum` or `max` over the devices of these axes. Collective."""
     for comm in comms:
         tensor = comm.all_reduce(tensor, op)
     return tensor
@@ -423,9 +423,8 @@ def _normalised(
 
 
 def _check_ids(valid: Tensor, name: str) -> None:
-    """Raise IndexError unless all ids are valid: masking would hide ids that the full op rejects.
-
-    On accelerators the kernel asserts it, without synchronising the host.
+    """Raise IndexError unless all of `valid` are True: masking would hide ids that the full op
+    rejects. On accelerators the kernel asserts it, without synchronising the host.
     """
     if valid.device.type != "cpu":
         torch._assert_async(valid.all(), f"{name} out of range")
@@ -447,7 +446,7 @@ def vocab_embedding(
             whose gradients are scaled by frequency.
 
     Raises:
-        IndexError: an id is outside the full vocabulary.
+        IndexError: on the CPU, an id is outside the full vocabulary; elsewhere an assertion fails.
     """
     _check_ids((ids >= 0) & (ids < vocabulary), "embedding id")
     # Local rows, [...]; out of range if another device stores the row.
@@ -475,12 +474,12 @@ def vocab_bags(
         first_id: id of the first local row.
         vocabulary: number of ids of all devices.
         weight: [local rows, width].
-        weights: of the ids in their bag, [n, k].
+        weights: of the ids in their bag, [n, k]; None: 1 each.
         mode: 0: sums, 1: means.
         padding_idx: of the full table; its rows count nothing.
 
     Raises:
-        IndexError: an id is outside the full vocabulary.
+        IndexError: on the CPU, an id is outside the full vocabulary; elsewhere an assertion fails.
     """
     _check_ids((ids >= 0) & (ids < vocabulary), "embedding id")
     rows = ids - first_id

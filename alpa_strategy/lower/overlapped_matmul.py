@@ -71,7 +71,9 @@ class MatmulSpec:
         return matrix.t() if self.product.is_transposed else matrix.view(weight.shape)
 
     def gradient_of_bias(self, grad: Tensor, bias: Tensor) -> Tensor:
-        """Return the gradient of the bias, from that of the matmul."""
+        """Return the gradient of the bias, from that of the matmul; zeros if another device adds
+        the bias.
+        """
         if not self.adds_bias:
             return torch.zeros_like(bias)
         return grad.flatten(0, -2).sum(0).view(bias.shape)

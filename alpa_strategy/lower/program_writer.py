@@ -276,7 +276,9 @@ class ProgramWriter:
     def call_text(
         self, function: str, target: Callable[..., Any], op: Op, call: OpCall, operands: list[str]
     ) -> str:
-        """Write a call of `target`, under the name `function`, with the call's arguments."""
+        """Return a call of `target` with the call's arguments as text. The program's namespace gets
+        it under the name `function`.
+        """
         self.namespace[function] = target
         arguments = [self.argument(op, arg, operands) for arg in call.args]
         for name, value in call.kwargs:
@@ -513,7 +515,7 @@ class ProgramWriter:
         return name
 
     def program(self, passed_on: tuple[int, ...] = ()) -> LoweredStep:
-        """Write all ops, and compile the program to a function.
+        """Write all ops, and return the program, compiled to a function.
 
         Args:
             passed_on: values that are returned as well, in the layouts in which they are computed.

@@ -121,7 +121,7 @@ def _cut(tensor: Tensor, rows: slice) -> Tensor:
 
 def _around(comm: AxisComm, flat: Tensor) -> Iterator[tuple[int, Tensor]]:
     """Yield (source device, its keys and values), step by step, this device's first; the next ones
-    are received meanwhile.
+    are received meanwhile. Collective on `comm`.
 
     Args:
         comm: the axis around which they go.
@@ -184,7 +184,7 @@ def _flat(tensors: Sequence[Tensor]) -> Tensor:
 
 def _zigzag(comm: AxisComm, tensors: Tensors, back: bool = False) -> Tensors:
     """Return the tensors with halves i and 2 n - 1 - i on device i in place of chunk i, of every
-    tensor [..., rows, width]; with `back` the inverse.
+    tensor [..., rows, width]; with `back` the inverse. Collective on `comm`.
     """
     n, i = comm.size, comm.index
     in_order = [(2 * device, 2 * device + 1) for device in range(n)]

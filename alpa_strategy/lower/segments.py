@@ -71,8 +71,9 @@ class Compiler:
         namespace: MutableMapping[str, Any],
         parameters: Collection[str],
     ) -> list[Line]:
-        """Return `lines` with calls of compiled segments in place of runs of ops. The last line,
-        the return, stays as it is.
+        """Return `lines` with calls of compiled segments in place of runs of two or more ops. The
+        last line, the return, stays as it is. Lines that gather parameters move ahead of their
+        layer.
 
         Args:
             namespace: the names that `lines` refer to; gets the segments.

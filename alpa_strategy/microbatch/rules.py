@@ -171,7 +171,7 @@ def view_strategies(
 ) -> tuple[TimeStrategy, ...]:
     """Return the ways to run a view, `cat`, `split` or slice on operands that have `states`.
 
-    No other op has any.
+    No other op has any, nor has one on operands without samples, or with a partial value.
     """
     if isinstance(call.target, PerRank):
         return _views_per_rank(call.target, states, num_parts)
@@ -206,7 +206,9 @@ def _views_per_rank(
 def view_for_result(
     call: OpCall, want: MicrobatchPlacement, num_parts: int
 ) -> tuple[TimeStrategy, ...]:
-    """Return the way to run a view whose result has the placement `want`; none for other ops."""
+    """Return the way to run a view whose result has the placement `want`, of kind `rows`; () for
+    other ops and kinds, and if the operand's samples would be no runs.
+    """
     if not is_reshape(call) or want.kind != "rows" or len(call.operands) != 1:
         return ()
     # The view back gives the operand of the result.

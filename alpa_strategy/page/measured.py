@@ -19,7 +19,7 @@ def measured_model(plan: Plan, measured: MeasuredSteps | None) -> dict[str, Any]
     """Return the measurements of a run as JSON data; None if there are none.
 
     `parts` are [part, measured seconds, predicted seconds or None]. The timeline has the form of
-    the predicted one (`page/model.py`).
+    the predicted one (`page/model.py`). Without profiled steps there is neither.
     """
     if measured is None:
         return None

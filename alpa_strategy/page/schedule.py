@@ -40,7 +40,9 @@ class DrawnSchedule:
 
 
 def drawn_schedule(plan: Plan) -> DrawnSchedule | None:
-    """Return the step of a pipeline over time, None if there is one stage or no seconds."""
+    """Return the step of a pipeline over time, or of its first micro-batches if it has more than
+    `MAX_ACTIONS` actions; None as of `plan_timeline`.
+    """
     most = max(1, MAX_ACTIONS // (2 * len(plan.stages)))
     timeline = plan_timeline(plan, most)
     if timeline is None:

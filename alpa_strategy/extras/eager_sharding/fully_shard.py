@@ -236,7 +236,9 @@ class EagerFullyShard:
     # While it is active
 
     def need(self, parameter: nn.Parameter) -> None:
-        """Make a parameter full. Collective as `OnDemandGather.fetch`, unless it is full."""
+        """Make a sharded parameter full, with the others of its unit. Collective as
+        `OnDemandGather.fetch`; no effect if it is full or not sharded, or outside of `in_use`.
+        """
         self._stays_full |= torch._C._functorch.peek_interpreter_stack() is not None
         if parameter in self._full or parameter not in self._shards:
             return
@@ -374,7 +376,8 @@ class EagerFullyShard:
         """Whether a unit is used repeatedly without a backward, as by a model that generates a
         token at a time.
 
-        It then stays full until it is used with a backward, or until a backward starts.
+        It then stays full until it is used with a backward, or until a backward starts. False if
+        there is no room for all full parameters.
         """
         return self._has_room and not torch.is_grad_enabled() and self._without_grad[unit] > 1
 
@@ -428,7 +431,7 @@ class EagerFullyShard:
         return self._without_values(parameter) if full is None else full
 
     def _without_values(self, parameter: nn.Parameter) -> Tensor:
-        """Return NaN in the full shape, in the memory of one element."""
+        """Return NaN (of integers 0) in the full shape, in the memory of one element."""
         has_nan = parameter.is_floating_point() or parameter.is_complex()
         value = float("nan") if has_nan else 0
         one = torch.full((), value, dtype=parameter.dtype, device=parameter.device)

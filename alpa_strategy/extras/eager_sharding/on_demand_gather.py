@@ -155,7 +155,9 @@ class OnDemandGather:
             wait()
 
     def _exchange(self, report: int, key: int) -> list[tuple[int, int]]:
-        """Return the reports of all ranks: (unit, key of the units that it expects to fetch)."""
+        """Return the reports of all ranks, by rank: (unit, or `_DONE` or `_GONE`; key of the units
+        that the rank expects to fetch, 0 for none). Collective.
+        """
         if world_size() == 1:
             return [(report, key)]
         reports = torch.empty(2 * world_size(), dtype=torch.int64)

@@ -40,10 +40,10 @@ class JobWatch:
         self._signals.install()
 
     def before_evaluation(self) -> None:
-        """Handle the signals of all ranks, and check that all come to the evaluation. Collective.
+        """Tell the other ranks that this one pauses, and check that all do. Collective.
 
         Raises:
-            RuntimeMismatchError: other ranks still train.
+            RuntimeMismatchError: other ranks still train, or have no more batches.
         """
         if self._signals is not None:
             self._signals.meet(PAUSES)

@@ -158,7 +158,7 @@ class JobSignals:
         """Handle the signals of all ranks together, at one of the POINTS. Collective.
 
         Ranks may have different numbers of batches: one that pauses while others train continues
-        alone, and synchronizes with them later.
+        alone, and synchronizes with them later. Signals are handled when no rank pauses.
 
         Raises:
             SIGTERMException, KeyboardInterrupt: the job ends, on all ranks at this batch.

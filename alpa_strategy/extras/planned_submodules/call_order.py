@@ -80,6 +80,7 @@ class _MeetInBackward(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, order: CallOrder, call: str, *tensors: Tensor) -> tuple[Tensor, ...]:
+        """Return copies of `tensors`, whose backward meets the other ranks for `call`."""
         ctx.order = order
         ctx.call = call
         return tuple(tensor.clone() for tensor in tensors)

@@ -86,7 +86,9 @@ def capture_calls(
 
 
 def _part(graph: StepGraph, outputs: Any) -> StepGraph:
-    """Return the graph that computes the values in `outputs`, of which some are single ranks'."""
+    """Return the part of the graph that computes the values in `outputs`, without a loss; its
+    `of_ranks` has these values alone.
+    """
     leaving = values_of(outputs)
     of_ranks = tuple((value, how) for value, how in graph.of_ranks if value in leaving)
     return replace(graph.part_for(leaving), of_ranks=of_ranks)

@@ -176,7 +176,9 @@ class SubmoduleRun(ShardedRun):
         self._same_batch.finish()
 
     def _log_of_replica(self) -> tuple[Any, str, Any]:
-        """Return (module, name, function) that replaces `module.log`: it averages over replicas."""
+        """Return (module, name, function) that replaces `module.log`: it averages over replicas,
+        unless it is given a group.
+        """
         module_log = self.module.log
 
         def log(*args: Any, **kwargs: Any) -> None:
@@ -231,7 +233,9 @@ class SubmoduleRun(ShardedRun):
     @contextmanager
     @override
     def stepping(self) -> Iterator[None]:
-        """Context of an optimizer step: gradients are averaged, parameters are shards."""
+        """Context of an optimizer step: parameters are shards. With manual optimization, gradients
+        are averaged first (collective).
+        """
         # With manual optimization, `loss.backward()` may have run before. Averaging twice changes
         # nothing.
         if not self.module.automatic_optimization:
@@ -246,7 +250,9 @@ class SubmoduleRun(ShardedRun):
 
     @override
     def changed_parameters(self) -> str | None:
-        """Return why a new plan is needed, None if it is not."""
+        """Return why a new plan is needed, None if it is not. After a first step that recorded
+        calls, `recorded` gets these.
+        """
         if self._num_updates and self._forwards.recorded is not None:
             self.recorded = self._forwards.recorded
             return "the first step has shown which submodules can be planned"
