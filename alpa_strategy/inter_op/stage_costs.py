@@ -306,7 +306,8 @@ def run_costs(
 def with_extra_floors(
     job: StageCostTask, submesh: tuple[int, int], costs: LayerRangeCosts
 ) -> LayerRangeCosts:
-    """Return the costs of a submesh with lower bounds at `EXTRA_PRICES` of memory as well.
+    """Return the costs of a submesh with lower bounds at `EXTRA_PRICES` of memory as well;
+    unchanged if it has none at other prices.
 
     The bound of a plan alone needs them, and computing them takes as long as the costs: this is
     done for the number of micro-batches that was chosen.

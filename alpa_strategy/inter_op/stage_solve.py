@@ -187,8 +187,8 @@ class StageSolver:
         return other
 
     def solve(self, request: StageRequest, cutoff: float = math.inf) -> SolvedStage:
-        """Return the cheapest layouts of the stage that fit, or those that an interrupted planning
-        has stored.
+        """Return the cheapest layouts of the stage that fit, or, if there is no cutoff, those that
+        an interrupted planning has stored.
 
         If memory binds, `StagePlan.recompute_per_microbatch` is tried as well.
 
@@ -415,7 +415,8 @@ class StageSolver:
         Host memory gets a price, which is doubled until the parameters there fit.
 
         Raises:
-            DoesNotFitError: nothing fits into the device's or the host's memory.
+            DoesNotFitError, NoCheaperSolution: nothing cheaper than `cutoff` fits into the device's
+                or the host's memory.
         """
         host = priced.intra.mesh.host
         assert host is not None
@@ -483,7 +484,7 @@ class StageSolver:
             cutoff: seconds; as of `StageFit`.
 
         Raises:
-            DoesNotFitError: nothing fits.
+            DoesNotFitError, NoCheaperSolution: as of `StageFit.solve`.
         """
         job = self.job
         request = priced.request

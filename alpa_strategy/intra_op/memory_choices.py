@@ -446,11 +446,11 @@ def pinned_offload(
     step: StepGraph, options: PlanOptions, host: Host | None
 ) -> frozenset[str] | None:
     """Return the names of the parameters that `PlanOptions.offload` pins to host memory, None if
-    that is solved; empty for `offload=False`.
+    that is solved; empty for `offload=False`, all that can be there for True.
 
     Raises:
         OptionError: a name matches no parameter.
-        PlanError: the cluster has no `host`.
+        PlanError: some are pinned, and the cluster has no `host`.
     """
     if options.offload and host is None:
         raise PlanError(
@@ -478,7 +478,8 @@ def with_offload(intra: IntraOp, pinned: Collection[str] | None = None) -> Intra
     """Return the same problem with options that store parameters in host memory behind the others.
 
     Args:
-        pinned: names of the parameters that are stored there, while no others are; None: solved.
+        pinned: names of the parameters that are stored there, while no others are, if they can be;
+            None: solved.
     """
     parameters = list(intra.parameters)
     # By parameter: the options that are copied, and what the copies cost.

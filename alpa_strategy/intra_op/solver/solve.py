@@ -81,8 +81,8 @@ def solve(
 
     Raises:
         NoCheaperSolution: as soon as it is proved that no assignment is cheaper than `cutoff`.
-        PlanError: no assignment has a finite cost, or none fits into the memory limit (the message
-            has the least bytes).
+        PlanError: no assignment has a finite cost, none was found in time, or none fits into the
+            memory limit (DoesNotFitError, with the least bytes).
     """
     deadline = time.process_time() + time_limit
     problem = with_shared_arrays(problem)
