@@ -92,7 +92,7 @@ def capture(
     Raises:
         CaptureError: the step cannot be captured.
         UnlikeStepsError: the ranks' batches or steps differ.
-        RuntimeMismatchError: the ranks' modules differ.
+        RuntimeMismatchError: the ranks' modules differ, or batches that are to be the same.
     """
     captured = partial(
         capture_step,

@@ -118,7 +118,8 @@ class Session:
         """Shard the module at the first batch, and once more after changes of its parameters.
 
         Raises:
-            AlpaError: parameters changed between the batches of one optimizer step.
+            AlpaError: parameters changed between the batches of one optimizer step; or as of
+                `_shard`.
         """
         if self.run is None:
             self._shard(module, optimizers, batch, batch_idx)
@@ -327,7 +328,8 @@ class Session:
 
     def backward(self, loss: Tensor, run_backward: Callable[[], Any]) -> None:
         """Run the backward of a step's loss; then gradients are reduced, unless more are
-        accumulated."""
+        accumulated. RuntimeMismatchError if ranks' copies of them differ.
+        """
         assert self.run is not None
         self.run.begin_check(loss=loss)
         with self.run.in_step():
