@@ -390,7 +390,7 @@ def _plan_on_rank_zero(
     pinned: Mapping[str, ParameterPlan] | None,
     resumed: Mapping[str, Any] | None,
 ) -> Plan:
-    """Return the plan of the task, on rank 0: resumed, from a file, stored or new.
+    """Return the task's plan, on rank 0: resumed, from a file (none if `pinned`), stored or new.
 
     Args:
         task: the task.

@@ -28,7 +28,9 @@ Sends = Mapping[tuple[int, str], Sequence[int]]
 
 
 def sends_of(orders: Orders) -> Sends:
-    """Return the order in which each stage sends, if the meshes run their actions in `orders`."""
+    """Return (stage, "F" or "B") -> its micro-batches in the order in which it sends them, if the
+    meshes run their actions in `orders`.
+    """
     sends: dict[tuple[int, str], list[int]] = defaultdict(list)
     for order in orders:
         for action in order:

@@ -116,7 +116,9 @@ class _Climb:
     def price_at(
         self, index: int, used: Submeshes | None = None, limit: float = math.inf
     ) -> SearchResult:
-        """Price `counts[index]` unless its bound is above `limit` or the known seconds."""
+        """Return the result of pricing `counts[index]` on the submeshes `used` (None: all); an
+        empty one, with nothing priced, unless its bound is below `limit` and the known seconds.
+        """
         count = self._counts[index]
         if self._bound(count) >= min(limit, self._known_seconds):
             return SearchResult()

@@ -30,7 +30,7 @@ def full_updates_of(
     Args:
         optimizer: of the parameters, with their full shapes.
         reads: what it looks at, by parameter.
-        names: in the module.
+        names: in the module. Parameters without one are left out.
     """
     known: dict[tuple[Any, ...], FullUpdate] = {}
     updates = []

@@ -75,6 +75,7 @@ def plan_pipeline(
 
     Raises:
         PlanError: nothing fits, or a pin cannot be met.
+        OptionError: as of `check_pins`.
     """
     check_pins(task.step, task.cluster, task.options)
     search = PipelineSearch(task, several, solve)
