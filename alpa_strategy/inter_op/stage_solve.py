@@ -221,7 +221,7 @@ class StageSolver:
         return self._solved(priced, FittedStage(starts, priced.free, temporary_bytes))
 
     def _cheapest(self, request: StageRequest, cutoff: float) -> SolvedStage:
-        """Return the cheapest layouts of the stage that fit. Raises: as `solve`."""
+        """Return the cheapest that fits; propagated layouts may recompute. Raises: as `solve`."""
         solved: list[SolvedStage] = []
         failures: list[PlanError] = []
         for recompute_per_microbatch in (False, True) if request.remat else (False,):
