@@ -28,7 +28,7 @@ class Candidates:
     def small(self) -> list[Candidate]:
         """Return (least seconds, configuration) of those with the most micro-batches that are not
         among the usual ones, the fastest first: they need the least memory, and leave devices parts
-        of sequences.
+        of sequences. PlanError: as of `_configurations`.
         """
         usual = set(self._configurations(usual_sequences(self.task.step)))
         smallest = self._configurations((0,))

@@ -209,7 +209,7 @@ def _with_options(**values: object) -> Callable[[FitCase, Progress], FitCase]:
 
 def _with_request(**values: object) -> Callable[[FitCase, Progress], FitCase]:
     """Return a function that changes fields of a case's request, and captures its step again if
-    needed.
+    needed. The function raises as `captured` does.
     """
 
     def apply(case: FitCase, progress: Progress) -> FitCase:

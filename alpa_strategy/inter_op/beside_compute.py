@@ -79,6 +79,7 @@ def without_reductions(intra: IntraOp, assignment: Sequence[int], cost: StageCos
 
     Args:
         cost: with all communication added to the seconds of computation.
+        assignment: strategy of every choice of `intra.problem`.
     """
     communication = _communication(intra, assignment)
     computing = max(0.0, cost.backward - communication.backward)
@@ -99,6 +100,7 @@ def without_prefetched(
         cost: with all communication added to the seconds of computation.
         gathers_early: whether there is memory to gather parameters before they are used, and to sum
             their gradients during the backward (`StagePlan.prefetched_bytes`).
+        assignment: strategy of every choice of `intra.problem`.
     """
     communication = _communication(intra, assignment)
     overlap = intra.mesh.overlap

@@ -111,6 +111,8 @@ def priced_layers(
 
     Args:
         prices: multiples of the step's seconds per byte, with micro-batches in flight.
+        submesh: (nodes, devices per node).
+        shape: of the logical mesh.
 
     Raises:
         OptionError, PlanError: a pin cannot be met.
@@ -184,6 +186,8 @@ def unpriced_layers(
         has_per_step_ops: whether some ops run once for all micro-batches.
         hides_gathers: whether layers of one stage on all devices are without the communication that
             may be hidden (`without_hidden_gathers`).
+        submesh: (nodes, devices per node).
+        shape: of the logical mesh.
 
     Raises:
         OptionError, PlanError: a pin cannot be met.
@@ -265,6 +269,9 @@ def _leader(
 
     It is the largest of those that require a gradient, or of all; None, with one unsharded layout,
     if nothing crosses.
+
+    Args:
+        crossing: the values that cross the cut.
     """
     values = job.graph.values
 

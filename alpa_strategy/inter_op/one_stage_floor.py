@@ -99,8 +99,8 @@ def _without_hidden(problem: LayerProblem, overlap: float) -> LayerProblem:
 
 
 def _without_hiding(problem: LayerProblem, overlap: float) -> LayerProblem:
-    """Return a layer's problem with all of its communication, and without the share of its
-    computation that may hide some of it.
+    """Return a layer's problem with all of its communication, and without the share `overlap` of
+    its computation that may hide some of it.
     """
     shown = 1 - overlap
     intra = problem.stage.intra

@@ -434,6 +434,9 @@ def stage_fits(cluster: ClusterSpec, candidates: tuple[tuple[int, int], ...]) ->
 
     A submesh within a node must not cross nodes, and full nodes start at a node. So ranges are
     contiguous, and links are as priced.
+
+    Args:
+        candidates: (nodes, devices per node) of each submesh.
     """
     left, (nodes, devices) = np.arange(cluster.num_devices + 1)[:, None], np.array(candidates).T
     # In the stage's first node.

@@ -412,6 +412,9 @@ def out_of_memory(job: StageCostTask, meshes: Sequence[tuple[int, int]]) -> str 
 
     With one micro-batch in flight: every plan needs at least that. None if pinned layouts make a
     layer impossible.
+
+    Args:
+        meshes: (nodes, devices per node) that stages may have.
     """
     layers = np.arange(job.num_layers)
     least = np.full(job.num_layers, np.inf)

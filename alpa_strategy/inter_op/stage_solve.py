@@ -305,7 +305,7 @@ class StageSolver:
         return pins
 
     def _free_layouts(self, problem: Problem) -> Solution:
-        """Return the optimum without a memory limit."""
+        """Return the optimum without a memory limit. PlanError: there is none."""
         if self.job.options.solver == PROPAGATION:
             return propagate(problem)
         return self.solve_problem(problem, self.job.options.solver_seconds)

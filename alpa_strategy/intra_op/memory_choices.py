@@ -393,8 +393,8 @@ def _added_in(
 
 
 def _recomputable(intra: IntraOp, index: int) -> np.ndarray:
-    """Return the strategies of an op that can be recomputed: its operands are there in the
-    backward.
+    """Return the strategies of op number `index` that can be recomputed: its operands are there in
+    the backward.
     """
     step = intra.step
     strategies = _plain(intra, index)
@@ -407,8 +407,8 @@ def _recomputable(intra: IntraOp, index: int) -> np.ndarray:
 
 
 def _storable(intra: IntraOp, index: int) -> np.ndarray:
-    """Return the strategies of an op whose result may wait in host memory: those of `_plain` that
-    do not recompute it; none if a result is no floating-point tensor.
+    """Return the strategies of op number `index` whose result may wait in host memory: those of
+    `_plain` that do not recompute it; none if a result is no floating-point tensor.
     """
     results = intra.step.ops[index].call.results
     if not all(meta.dtype.is_floating_point for meta in results):
@@ -417,7 +417,8 @@ def _storable(intra: IntraOp, index: int) -> np.ndarray:
 
 
 def _plain(intra: IntraOp, index: int) -> np.ndarray:
-    """Return the strategies under which an op is called as it is and can run a second time.
+    """Return the strategies under which op number `index` is called as it is and can run a second
+    time.
 
     There are none if it runs once per step, if no other op saves its result, or if its own backward
     saves it.

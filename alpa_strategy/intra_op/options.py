@@ -351,7 +351,9 @@ def _update_cost(
 def _update_seconds(
     stored: TensorMeta, mesh: LogicalMesh, costs: OpCosts, optimizer: OptimizerInfo, on_host: bool
 ) -> float:
-    """Return the seconds of the optimizer's update of a parameter's shard."""
+    """Return the seconds of the optimizer's update of a parameter's shard, in host memory if
+    `on_host`.
+    """
     if on_host and mesh.host is not None:
         # Bound by a device's share of the host's memory bandwidth.
         update_bytes = stored.num_elements * optimizer.update_bytes(stored.dtype.itemsize)

@@ -56,6 +56,9 @@ def reason_for_eager_steps(
         optimizers: its optimizers.
         job: the job.
         resumes_written: whether the resumed training had eager steps.
+
+    Raises:
+        OptionError: the options contradict each other.
     """
     option = eager_option(job.options, job.limits)
     if option is not None:

@@ -282,7 +282,7 @@ class Session:
 
     def _continue_eagerly(self, run: "ShardedRun", batch: Any, batch_idx: int) -> "ShardedRun":
         """Replace `run` by one with eager steps, and return that. Gradients that an optimizer step
-        has accumulated so far go over to it.
+        has accumulated so far go over to it. Raises: as `_shard`.
         """
         gradients = run.take_gradients() if self._is_accumulating else []
         self._unshard()
@@ -362,6 +362,9 @@ class Session:
 
         A training's buffers become those of rank 0. Without a training, a module that does not fit
         one device is sharded.
+
+        Raises:
+            AlpaError: parameters cannot be sharded or read, or as of `EvaluationLoop`.
         """
         is_training = module.trainer.state.fn == TrainerFn.FITTING
         if self.run is not None:
@@ -383,6 +386,9 @@ class Session:
         Args:
             args: as of `ShardedRun.evaluation_step`.
             eager_step: calls the module's own step.
+
+        Raises:
+            RuntimeMismatchError: as of `EvaluationLoop`.
         """
         output = eager_step() if self.run is None else self.run.evaluation_step(args, eager_step)
         if self._loop is not None:
@@ -391,7 +397,7 @@ class Session:
 
     def _shard_for_evaluation(self, module: Any) -> None:
         """Shard the parameters of a module that is only evaluated (ZeRO-3), so that none is stored
-        full, and print the plan.
+        full, and print the plan. AlpaError: parameters cannot be sharded or read.
         """
         from alpa_strategy.lightning.eager_run import EagerRun
         from alpa_strategy.lightning.sharded_run import RunInputs

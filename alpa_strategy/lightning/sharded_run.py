@@ -327,7 +327,7 @@ class ShardedRun(ABC):
 
     def stepping(self) -> AbstractContextManager[None]:
         """Return a context of an optimizer's step, to be entered at once; `stepped` ends it. A
-        backward of manual optimization is finished first.
+        backward of manual optimization is finished first. Raises: as `check_gradients`.
         """
         # With manual optimization, after `loss.backward()`.
         if self.store.awaits_finish:
@@ -443,7 +443,8 @@ class ShardedRun(ABC):
     # else the reason, for a message
 
     def no_headroom_for_full_parameters(self, with_gradients: bool = False) -> str | None:
-        """Return why full parameters (and gradients) do not fit in addition to the training.
+        """Return why full parameters (and gradients, if `with_gradients`) do not fit in addition to
+        the training.
 
         None if they fit.
         """

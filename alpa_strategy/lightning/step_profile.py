@@ -91,6 +91,9 @@ class StepProfile:
     def end(self, run: "ShardedRun | None") -> None:
         """Stop recording, and report the profile, if any; rank 0 warns if no step was reached.
         Collective.
+
+        Args:
+            run: of the training; None: what was recorded is dropped.
         """
         recorder = self._recorder
         if recorder is None:

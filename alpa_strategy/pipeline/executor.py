@@ -313,8 +313,8 @@ class Pipeline:
         return result
 
     def _collect(self) -> Values:
-        """Return the escaping values of the step on all ranks; the stage that makes one sends
-        it.
+        """Return the escaping values of the step on all ranks; the stage that makes one sends it.
+        LostRankError: as of `_broadcast`.
         """
         results: Values = {}
         for index, stage in enumerate(self.spec.stages):

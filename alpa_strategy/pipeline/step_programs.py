@@ -211,6 +211,9 @@ class PlanRuntime:
             micro: the same, split into micro-batches.
             leaves: of the batch that this rank has loaded.
             counters: by name.
+
+        Raises:
+            LostRankError: as of `Pipeline.step`.
         """
         buffers = step_buffers(self.module, step, counters)
 

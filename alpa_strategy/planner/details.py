@@ -136,6 +136,9 @@ def _assigned(
     Args:
         begins: gradients are made, not added to earlier ones.
         prefetch: as of `cost_of`.
+
+    Raises:
+        PlanError: as of `_assignment`.
     """
     on_host = frozenset(name for name, plan in stage.parameter_plans.items() if plan.on_host)
     starts = (0, *(cut - stage.ops[0] for cut in stage.recompute_splits))

@@ -102,7 +102,7 @@ def plan_eager(
     why: CaptureError,
     precision: str = "",
 ) -> Plan:
-    """Return the plan of a training whose steps run eagerly.
+    """Return the plan of a training, or without `optimizers` of an evaluation, that runs eagerly.
 
     The first storage that fits is taken, the last one if none does: full parameters, ZeRO-2,
     ZeRO-3; options may pin one.

@@ -97,7 +97,7 @@ class _Copies:
         return fresh
 
     def _copied(self, optimizer: Optimizer) -> Optimizer:
-        """Return an optimizer with copies of the attributes."""
+        """Return an optimizer with copies of the attributes. TypeError: as of `_converted`."""
         copied = object.__new__(type(optimizer))
         self._copies[id(optimizer)] = copied
         for name, value in vars(optimizer).items():

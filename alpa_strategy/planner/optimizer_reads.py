@@ -340,7 +340,8 @@ def trained(
 def _stepped(
     make: Make, starts: Sequence[Tensor], grads: Sequence[Sequence[Tensor]]
 ) -> tuple[Optimizer, list[Tensor]]:
-    """Return a fresh optimizer after one step per gradient, and its parameters' values.
+    """Return a fresh optimizer after one step per gradient, and its parameters' values. Raises
+    whatever the optimizer does.
 
     Args:
         make: parameters -> a fresh optimizer of them.

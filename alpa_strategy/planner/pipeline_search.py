@@ -446,6 +446,9 @@ class PipelineSearch:
         Args:
             meshes: submeshes that are priced.
             unlikely: of them, those for which a bound of the costs is enough.
+
+        Raises:
+            OptionError, PlanError: a pin cannot be met.
         """
         job = self._job(count)
         assert job is not None

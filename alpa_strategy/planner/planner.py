@@ -241,7 +241,9 @@ def plan_around(task: PlanTask, running: Plan) -> Plan:
 
 
 def _choose(task: PlanTask) -> Plan:
-    """Return the plan of `choose_plan` for the cluster's devices in their present order."""
+    """Return the plan of `choose_plan` for the cluster's devices in their present order. Raises: as
+    of that.
+    """
     if _requires_pipeline(task):
         _check_single_device(task)
         return plan_pipeline(task.for_stages())
@@ -356,6 +358,9 @@ def _plan_without_one_stage(
 def _one_stage(task: PlanTask) -> Plan:
     """Return a pipeline of one stage over all devices, which may recompute segments and run
     micro-batches.
+
+    Raises:
+        PlanError: nothing fits, or a pin cannot be met.
     """
     num_microbatches = task.options.num_microbatches
     if num_microbatches is None and not _can_be_split(task):

@@ -278,7 +278,9 @@ class Recorder(TorchDispatchMode):
         return False
 
     def _record(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Record an op and return meta tensors; run it on real ones if it cannot be recorded."""
+        """Record an op and return meta tensors; run it on real ones if it cannot be
+        (`_run_for_real`).
+        """
         try:
             result = func(*pytree.tree_map(to_meta, args), **meta_kwargs(func, kwargs))
         except (NotImplementedError, RuntimeError):
