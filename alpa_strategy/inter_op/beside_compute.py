@@ -78,8 +78,8 @@ def without_reductions(intra: IntraOp, assignment: Sequence[int], cost: StageCos
     the last micro-batch, whose computation hides the share `mesh.overlap` of them.
 
     Args:
-        cost: with all communication added to the seconds of computation.
         assignment: strategy of every choice of `intra.problem`.
+        cost: with all communication added to the seconds of computation.
     """
     communication = _communication(intra, assignment)
     computing = max(0.0, cost.backward - communication.backward)
@@ -97,10 +97,10 @@ def without_prefetched(
     gradients that are reduced once are reduced during the backward.
 
     Args:
+        assignment: strategy of every choice of `intra.problem`.
         cost: with all communication added to the seconds of computation.
         gathers_early: whether there is memory to gather parameters before they are used, and to sum
             their gradients during the backward (`StagePlan.prefetched_bytes`).
-        assignment: strategy of every choice of `intra.problem`.
     """
     communication = _communication(intra, assignment)
     overlap = intra.mesh.overlap

@@ -110,9 +110,9 @@ def priced_layers(
     """Price every kind of layer on one logical mesh, without a price of memory and at `prices`.
 
     Args:
-        prices: multiples of the step's seconds per byte, with micro-batches in flight.
         submesh: (nodes, devices per node).
         shape: of the logical mesh.
+        prices: multiples of the step's seconds per byte, with micro-batches in flight.
 
     Raises:
         OptionError, PlanError: a pin cannot be met.
@@ -183,11 +183,11 @@ def unpriced_layers(
     """Build the problem of every kind of layer on one logical mesh.
 
     Args:
+        submesh: (nodes, devices per node).
+        shape: of the logical mesh.
         has_per_step_ops: whether some ops run once for all micro-batches.
         hides_gathers: whether layers of one stage on all devices are without the communication that
             may be hidden (`without_hidden_gathers`).
-        submesh: (nodes, devices per node).
-        shape: of the logical mesh.
 
     Raises:
         OptionError, PlanError: a pin cannot be met.

@@ -363,7 +363,7 @@ def _no_such_stages(cluster: ClusterSpec, options: PlanOptions, possible: list[i
     """Return the error if the options allow no number of stages.
 
     Args:
-        possible: numbers of stages that other schedules or meshes would allow.
+        possible: the numbers of stages that the other options allow.
     """
     wanted = options.num_stages
     schedule = options.schedule

@@ -40,11 +40,11 @@ def simulated_seconds(
     them while stages compute.
 
     Args:
+        num_meshes: that the stages are on, as many on each.
         pipelines: all with the same number of stages, in pipeline order. Each stage has the seconds
             of a micro-batch's forward and backward (recomputation included), those once per step,
             and those of a micro-batch's messages to and from the next stage.
         overhead: seconds of a micro-batch in each stage in addition to its ops (`runtime_seconds`).
-        num_meshes: that the stages are on, as many on each.
     """
     # [pipeline, stage] each
     forward, backward, once, wires = np.moveaxis(np.array(pipelines), -1, 0)

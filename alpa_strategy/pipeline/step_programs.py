@@ -359,6 +359,7 @@ class _PassGradient(torch.autograd.Function):
     def forward(
         ctx: Any, anchor: Tensor, loss: Tensor, gradients: Gradients, known_scale: float
     ) -> Tensor:
+        """Return a copy of the loss; `anchor` requires a gradient, so that the backward runs."""
         ctx.gradients = gradients
         ctx.known_scale = known_scale
         return loss.clone()

@@ -48,8 +48,8 @@ def captured_only_option(options: PlanOptions) -> str | None:
 
 
 def pipeline_only_option(options: PlanOptions) -> str | None:
-    """Return the option that neither eager steps nor planned submodules can meet; None if there is
-    none.
+    """Return the option, as a part of a message, that neither eager steps nor planned submodules
+    can meet; None if there is none.
     """
     if options.asks_for_pipeline:
         return "a pipeline or micro-batches are asked for"

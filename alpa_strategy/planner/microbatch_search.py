@@ -45,7 +45,8 @@ def microbatch_counts(step: StepGraph, cluster: ClusterSpec, options: PlanOption
     """Return the numbers of micro-batches to try, in descending order.
 
     They are divisors of the number of samples, or of those of a rank and of the number of ranks.
-    Each is at most half of the one before. `options.num_microbatches` pins a single one.
+    Each is at most half of the one before. `options.num_microbatches` pins a single one,
+    and without samples it is 1.
     """
     if options.num_microbatches is not None:
         return [options.num_microbatches]

@@ -144,6 +144,7 @@ def _settings_text(optimizer: Optimizer, parameter: nn.Parameter) -> str | None:
 
 
 def _is_plain(value: Any) -> bool:
+    """Return whether a value is None, a bool, number or text, or a tuple of such values."""
     if isinstance(value, tuple):
         return all(map(_is_plain, value))
     return value is None or type(value) in (bool, int, float, str)

@@ -496,7 +496,9 @@ def _may_be_pipelined(task: PlanTask) -> bool:
 
 
 def _can_be_split(task: PlanTask) -> bool:
-    """Whether some number of micro-batches above 1 gives exactly the full batch's results."""
+    """Whether the smallest number of micro-batches above 1 that may be tried gives exactly the full
+    batch's results.
+    """
     counts = microbatch_counts(task.step, task.cluster, task.options)
     smallest = min((count for count in counts if count > 1), default=None)
     if smallest is None:

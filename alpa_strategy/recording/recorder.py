@@ -521,7 +521,8 @@ class Recorder(TorchDispatchMode):
 
     def rank_dependent(self) -> list[Tensor]:
         """Return the tensors that may differ between ranks that ran the same code, in the order of
-        the ops: random states and small data. They may be written to, by `.data`.
+        the ops: random states and small data. They may be written to, by `.data`. CaptureError: one
+        has changed.
 
         Data that is not copied (a file that every rank reads) is taken to be the same.
         """

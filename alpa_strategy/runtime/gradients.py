@@ -301,8 +301,8 @@ class ReplicaReducer(GradientReducer):
         A parameter for which no rank has a gradient keeps the gradient that it has.
 
         Args:
-            completed: as of `finish_buckets`; not called if gradients are sparse, or were made
-                twice.
+            completed: as of `finish_buckets`; not called on one rank, nor if gradients are sparse
+                or were made twice.
         """
         if not self.enabled or not self._parameters:
             return

@@ -368,6 +368,7 @@ class _ScaledGradient(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, parameter: Tensor, scale: float) -> Tensor:
+        """Return a view of the parameter."""
         # Read by `SavedTensorHooks`.
         ctx.is_made_of_parameters = True
         ctx.scale = scale

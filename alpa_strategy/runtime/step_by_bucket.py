@@ -60,7 +60,7 @@ def can_step_in_parts(optimizer: Optimizer) -> bool:
     """Return whether steps of some parameters each give the same result as one step of all.
 
     True for torch's own optimizers, whose state and counters are per parameter, as long as no hook
-    of the step is registered.
+    of the step is registered and nothing but a scheduler has wrapped it.
     """
     is_torch_optimizer = type(optimizer).__module__.startswith("torch.optim.")
     has_hooks = (

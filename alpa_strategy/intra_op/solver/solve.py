@@ -392,8 +392,8 @@ def _by_program(
 
 
 def _round(problem: Problem, mass: Mass | None, near: lagrangian.Neighbourhood) -> list[int] | None:
-    """Return the best assignment near a (fractional) solution that is finite and within the memory
-    limit; None if there is none.
+    """Return the best assignment near a (fractional) solution, or near the cheapest strategies if
+    `mass` is None, that is finite and within the memory limit; None if there is none.
     """
     start = (
         [int(m.argmax()) for m in mass]
