@@ -396,7 +396,7 @@ class Checkpoints:
     def save(
         self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any, checkpoint_io: Any
     ) -> bool:
-        """Write a checkpoint that was made of the two above. Collective; raises as `_write`.
+        """Write a checkpoint that has `module_state`. Collective; raises as `_write`.
 
         Args:
             checkpoint: the Trainer's; states of this rank are added to it.

@@ -72,7 +72,7 @@ def memory_note(plan: Plan | None, rank: int, memory: DeviceMemory) -> str:
     change.
 
     Args:
-        plan: of the step that failed; None: nothing was planned yet.
+        plan: of the step that failed; None: nothing was planned yet, and no change is proposed.
         rank: of this process.
         memory: of its device.
     """

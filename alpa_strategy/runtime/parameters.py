@@ -448,7 +448,8 @@ class ParameterStore:
     def start_gather(self, parts: Mapping[nn.Parameter, Tensor]) -> Callable[[], list[Tensor]]:
         """Start to gather full parameters of one dtype. Collective.
 
-        In one collective if all are sharded along one mesh axis.
+        In one collective if all are sharded along one mesh axis, else it gathers them at once and
+        waits.
 
         Args:
             parts: parameter -> its shard on this rank.

@@ -109,7 +109,9 @@ def fused(optimizers: Iterable[Optimizer]) -> Iterator[None]:
 
 
 def _may_be_fused(group: Mapping[str, Any]) -> bool:
-    """Whether the user left the implementation open, and the fused kernel has the dtypes."""
+    """Whether a group is not differentiable, the user left the implementation open, and the fused
+    kernel has the dtypes.
+    """
     is_chosen = group["fused"] is not None or group["foreach"] is not None
     if is_chosen or group["differentiable"]:
         return False
