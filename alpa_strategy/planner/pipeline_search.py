@@ -400,7 +400,7 @@ class PipelineSearch:
         return SearchResult(fastest.seconds, frozenset(fastest.submesh_of))
 
     def _candidates_by_likely_sizes(self, count: int, ceiling: float) -> list[Candidate]:
-        """Return candidates on a large cluster, whose submeshes take minutes to price; fastest first.
+        """Return candidates, fastest first, where pricing all submeshes takes minutes.
 
         Submeshes of medium size are priced exactly. For the others a bound is enough, until the
         best stages have such sizes.
