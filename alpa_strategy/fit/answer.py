@@ -25,8 +25,7 @@ def answer_fit(
 
     Args:
         case: what is asked.
-        num_changes: how many of the nearest changes are planned, too; 0: none, and no table of
-            them.
+        num_changes: the most changes that help to list; 0: none, and no table of them.
 
     Raises:
         PlanError: nothing fits; the answer has been printed.
@@ -62,8 +61,8 @@ def answer_fit(
 def answer_sweep(
     case: FitCase, sizes: str, picture: str | None, progress: Progress, console: Console
 ) -> tuple[Plan, PlanTask]:
-    """Plan a case on several numbers of devices, print a table, and return the fastest plan with
-    its task.
+    """Plan a case on several numbers of devices, print a table, and return the plan of the most
+    tokens per second with its task.
 
     Args:
         case: what is asked.
@@ -71,8 +70,9 @@ def answer_sweep(
         picture: path of an SVG file of the table; None: none.
 
     Raises:
-        OptionError: `sizes` has another form, or the picture cannot be written.
-        PlanError: nothing fits on any number of devices.
+        OptionError: `sizes` has another form or a number that does not divide into nodes, or the
+            picture cannot be written.
+        PlanError: nothing fits on any number of devices; the table has been printed.
     """
     points = sweep(case, read_sweep(sizes, case.cluster), progress)
     console.print(report([_headline(case), sweep_table(points)]))

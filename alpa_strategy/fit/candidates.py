@@ -26,8 +26,9 @@ class Candidates:
         return self._ordered(self._configurations(usual_sequences(self.task.step)))
 
     def small(self) -> list[Candidate]:
-        """Return configurations with the most micro-batches that are not among the usual ones, the
-        fastest first: they need the least memory, and leave devices parts of sequences.
+        """Return (least seconds, configuration) of those with the most micro-batches that are not
+        among the usual ones, the fastest first: they need the least memory, and leave devices parts
+        of sequences. PlanError: as of `_configurations`.
         """
         usual = set(self._configurations(usual_sequences(self.task.step)))
         smallest = self._configurations((0,))
@@ -60,8 +61,11 @@ class Candidates:
         recomputation.
 
         Args:
-            sequences: of a micro-batch on each device that computes sequences of its own; 0: as
-                few as possible.
+            sequences: of a micro-batch on each device that computes sequences of its own; 0: as few
+                as possible.
+
+        Raises:
+            PlanError: no number of micro-batches is possible.
         """
         options = self.task.options
         counts = self.solvers.counts
@@ -86,7 +90,7 @@ class Candidates:
 
     def _stage_counts(self) -> list[int]:
         """Return the numbers of stages to try: the pinned one, or powers of two that divide the
-        devices, at most one stage per layer.
+        devices into full nodes or equal parts of one, at most one stage per layer.
         """
         pinned = self.task.options.num_stages
         if pinned is not None:
@@ -107,7 +111,9 @@ class Candidates:
         return size % per_node == 0 or per_node % size == 0
 
     def _shapes(self, submesh: tuple[int, int]) -> list[tuple[int, ...]]:
-        """Return the flat mesh, and those whose second axis is half a node or a full one."""
+        """Return the flat mesh, and those whose second axis is all devices per node of `submesh` or
+        half of them; all that are allowed if the options pin `logical_mesh`.
+        """
         allowed = allowed_shapes(self.task.cluster, self.task.options, submesh)
         if self.task.options.logical_mesh is not None:
             return list(allowed)

@@ -84,13 +84,14 @@ def plan_case(case: FitCase, progress: Progress, faster_than: float = math.inf) 
 def nearest_changes(
     case: FitCase, plan: Plan | None, progress: Progress, most: int
 ) -> list[PlannedChange]:
-    """Return the first `most` changes that help, in the order of what they cost the user.
+    """Return the first `most` changes that help, in the order of what they cost the user: with them
+    it fits, or has `MIN_GAIN` times the tokens per second. What cannot be planned does not help.
 
     Args:
         case: what was asked.
         plan: its plan; None: it does not fit.
         progress: of planning.
-        most: of changes that are planned until they help.
+        most: changes to return; fewer if fewer help.
     """
     tokens_per_second = 0.0
     if plan is not None:
@@ -155,7 +156,11 @@ def possible_changes(case: FitCase, fits: bool) -> Iterator[Change]:
 
 
 def change_line(planned: PlannedChange, case: FitCase, plan: Plan | None) -> tuple[str, str]:
-    """Return the flags of a change, and what it brings and costs."""
+    """Return the flags of a change, and what it brings and costs.
+
+    Args:
+        plan: of the case as requested; None: nothing fits.
+    """
     if plan is None:
         brings = f"fits, {format_bytes(planned.plan.predicted.peak_bytes)} a device"
     else:
@@ -204,7 +209,7 @@ def _with_options(**values: object) -> Callable[[FitCase, Progress], FitCase]:
 
 def _with_request(**values: object) -> Callable[[FitCase, Progress], FitCase]:
     """Return a function that changes fields of a case's request, and captures its step again if
-    needed.
+    needed. The function raises as `captured` does.
     """
 
     def apply(case: FitCase, progress: Progress) -> FitCase:

@@ -188,7 +188,7 @@ def fit_request(recipe: str, flags: Iterable[str], num_devices: int) -> FitReque
         num_devices: of the cluster, for the number of sequences if no flag has it.
 
     Raises:
-        OptionError: a flag is unknown, or has a wrong value.
+        OptionError: a flag is unknown, or a number is none. Other values are not checked.
     """
     source = recipe.removeprefix(PREFIX)
     batch_size = _SEQUENCES_OF_A_DEVICE * num_devices
@@ -226,7 +226,7 @@ def read_options(overrides: Sequence[str]) -> PlanOptions:
     """Return the planning options of overrides `strategy.key=value`.
 
     Raises:
-        OptionError: a key is no planning option, or a value is wrong.
+        OptionError: an override has another form, a key is no planning option, or a value is wrong.
     """
     values: dict[str, Any] = {}
     for text in overrides:

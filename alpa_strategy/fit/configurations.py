@@ -66,6 +66,9 @@ def usual_sequences(step: StepGraph) -> tuple[float, ...]:
 def equal_stages(layer_seconds: Sequence[float], num_stages: int) -> list[int]:
     """Return the first layer of each stage, and at last the number of layers: stages of about equal
     seconds.
+
+    Args:
+        num_stages: at most as many as layers.
     """
     ends = list(accumulate(layer_seconds))
     bounds = [0]

@@ -15,7 +15,8 @@ NOT_OFFERED = "cannot be expressed"
 
 
 def flags_of(plan: Plan, request: FitRequest) -> dict[str, dict[str, str]]:
-    """Return framework -> (setting -> its flags, `NOT_OFFERED` if the framework has none).
+    """Return framework -> (setting -> its flags, "" if none is needed, `NOT_OFFERED` if the
+    framework has none).
 
     Stages that differ in their parallelism are described by the middle one.
     """
@@ -110,7 +111,8 @@ def _megatron(
 def _torchtitan(
     plan: Plan, request: FitRequest, stage: StageSummary, batch: BatchDivision
 ) -> dict[str, str]:
-    """Return flags of torchtitan's job configuration, by the row of the table that they belong to.
+    """Return flags of torchtitan's job configuration, by the row of the table that they belong to:
+    "" if none is needed, NOT_OFFERED if there is none.
 
     Args:
         plan: the plan.
@@ -161,7 +163,7 @@ def _deepspeed(
     plan: Plan, request: FitRequest, stage: StageSummary, batch: BatchDivision
 ) -> dict[str, str]:
     """Return entries of DeepSpeed's configuration file, by the row of the table that they belong
-    to.
+    to: "" if none is needed, NOT_OFFERED if there is none.
 
     Args:
         plan: the plan.

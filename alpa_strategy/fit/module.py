@@ -104,6 +104,7 @@ def _auto_class(config: Any, request: FitRequest) -> Any:
 
     Raises:
         OptionError: the model is no language model.
+        SetupError: transformers is not installed.
     """
     transformers = library("transformers")
     for name, mapping in _AUTO_CLASSES.items():
@@ -123,8 +124,8 @@ def _has_experts(config: Any) -> bool:
 
 
 def _with_adapters(model: torch.nn.Module, rank: int) -> torch.nn.Module:
-    """Return the model with LoRA adapters at all linear layers but the output layer; the rest is
-    frozen. SetupError without peft.
+    """Return the model, changed in place, with LoRA adapters at all linear layers but the output
+    layer; the rest is frozen. SetupError without peft.
     """
     peft = library("peft")
     settings = peft.LoraConfig(r=rank, target_modules="all-linear", task_type="CAUSAL_LM")

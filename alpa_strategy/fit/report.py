@@ -35,7 +35,7 @@ def headline(
 
 
 def verdict(plan: Plan, cluster: ClusterSpec, usable_bytes: float) -> Table:
-    """Return the lines fits, speed and plan.
+    """Return the lines fits, speed and plan, with the memory limit, FLOP/s if known, and warnings.
 
     Args:
         plan: that fits.
@@ -59,7 +59,7 @@ def verdict(plan: Plan, cluster: ClusterSpec, usable_bytes: float) -> Table:
 
 def _limit_text(cluster: ClusterSpec, usable_bytes: float) -> str:
     """Return a text with the size of a device's memory, and with the part of it that is left to the
-    allocator.
+    allocator, if any.
 
     Args:
         usable_bytes: that a plan may use.
@@ -90,7 +90,7 @@ def does_not_fit(error: PlanError) -> Table:
     """Return the line fits, with the least memory that any configuration needs.
 
     Args:
-        error: its first line has it, or its last one the only reason.
+        error: its first line has it behind a colon; else the second line is shown, or the only one.
     """
     table = labelled_rows()
     first, *reasons = error.problem.strip().splitlines()

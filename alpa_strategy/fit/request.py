@@ -122,6 +122,7 @@ def _hub_file(source: str) -> Path:
 
     Raises:
         OptionError: the name is none of the hub, or the hub gives no such file.
+        SetupError: huggingface_hub is not installed.
     """
     is_name = 1 <= source.count("/") + 1 <= 2 and not source.endswith(".json")
     if not is_name or source.startswith((".", "/", "~")):
@@ -147,6 +148,7 @@ def config_object(request: FitRequest) -> Any:
 
     Raises:
         OptionError: transformers does not know the model's type, or refuses a value.
+        SetupError: transformers is not installed.
     """
     transformers = library("transformers")
     model_type = str(request.config["model_type"])

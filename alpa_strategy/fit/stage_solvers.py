@@ -52,7 +52,7 @@ class ConfigurationSolvers:
         """Return the solver of a configuration's micro-batches under its names.
 
         Raises:
-            PlanError: the step cannot be split so.
+            PlanError: the step cannot be split so, or the options rule it out.
         """
         key = configuration.num_microbatches, configuration.logical_mesh, configuration.names
         if key in self._named_solvers:
@@ -141,7 +141,7 @@ class ConfigurationSolvers:
     @cached_property
     def counts(self) -> list[int]:
         """The numbers of micro-batches to try, of those that the step can be split into: experts in
-        one grouped matmul sort the rows of all samples.
+        one grouped matmul sort the rows of all samples. PlanError if there are none.
         """
         counts = microbatch_counts(self.task.step, self.task.cluster, self.task.options)
         if self._any_solver.job.num_microbatches == counts[0]:
@@ -150,7 +150,7 @@ class ConfigurationSolvers:
 
     @cached_property
     def layer_seconds(self) -> list[float]:
-        """Seconds of each layer's ops on one device."""
+        """Seconds of each layer's ops on one device, for one of the most micro-batches possible."""
         job = self._any_solver.job
         costs = self.task.op_costs
         seconds = []
@@ -179,7 +179,7 @@ class ConfigurationSolvers:
     def _solver(self, count: int) -> StageSolver | None:
         """Return the solver of stages for `count` micro-batches, made at the first call.
 
-        None if the options rule it out; `failures` has the error.
+        None if the step cannot be split so, or the options rule it out; `failures` has the error.
         """
         if count not in self._solvers:
             try:
@@ -194,7 +194,7 @@ class ConfigurationSolvers:
         stage.
 
         Raises:
-            PlanError: the options cannot be met.
+            PlanError: the step cannot be split so, or the options cannot be met.
         """
         task = self.task
         options = replace(

@@ -53,7 +53,7 @@ def _with_devices(cluster: ClusterSpec, num_devices: int) -> ClusterSpec:
     """Return the cluster with another number of devices: full nodes, or a part of one.
 
     Raises:
-        OptionError: they are no full nodes.
+        OptionError: they are 0, or more than a node but no full nodes.
     """
     per_node = cluster.devices_per_node
     if 0 < num_devices < per_node:

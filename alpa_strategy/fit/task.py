@@ -56,6 +56,7 @@ def captured(request: FitRequest, num_devices: int, progress: Progress) -> FitTa
     Raises:
         OptionError: a value of the request is wrong.
         CaptureError: the model's step cannot be captured.
+        SetupError: transformers, or another library that it needs, is not installed.
     """
     check_optimizer(request.optimizer)
     request = checked(request)

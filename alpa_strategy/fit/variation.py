@@ -24,7 +24,8 @@ class CapturedRequests:
         self, request: FitRequest, cluster: ClusterSpec, overrides: Sequence[str]
     ) -> tuple[PlanTask, Callable[[], Plan]]:
         """Return the planner's task of a request, and a function that plans it. Requests that
-        differ in their optimizer alone share a captured step.
+        differ in their optimizer alone share a captured step, of the devices of the first one's
+        cluster.
 
         Args:
             request: what is asked.

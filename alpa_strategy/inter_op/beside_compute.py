@@ -78,6 +78,7 @@ def without_reductions(intra: IntraOp, assignment: Sequence[int], cost: StageCos
     the last micro-batch, whose computation hides the share `mesh.overlap` of them.
 
     Args:
+        assignment: strategy of every choice of `intra.problem`.
         cost: with all communication added to the seconds of computation.
     """
     communication = _communication(intra, assignment)
@@ -96,6 +97,7 @@ def without_prefetched(
     gradients that are reduced once are reduced during the backward.
 
     Args:
+        assignment: strategy of every choice of `intra.problem`.
         cost: with all communication added to the seconds of computation.
         gathers_early: whether there is memory to gather parameters before they are used, and to sum
             their gradients during the backward (`StagePlan.prefetched_bytes`).

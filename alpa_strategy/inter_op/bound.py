@@ -330,7 +330,7 @@ def _stages_by_place(costs: _Costs, name: str) -> list[_Stages]:
 
 def _least_fill(costs: _Costs, stages: Sequence[_Stages], most: float) -> float:
     """Return the least sum_j (t_j + w_j) of stages whose maximum (docs/formulas.md#inter-op) is at
-    most `most`.
+    most `most`, over at least two stages; inf if there are none.
     """
     L = costs.job.num_layers
     unit = max(1, costs.job.cluster.num_devices // UNITS)
@@ -372,8 +372,8 @@ def _least_fill(costs: _Costs, stages: Sequence[_Stages], most: float) -> float:
 def _waiting(costs: _Costs, name: str, v: int, index: int) -> float:
     """Return a bound of the seconds of v stages on each of equal meshes.
 
-    It is inf for v = 1, if the schedule has no such stages, or if a layer is impossible on the
-    submesh.
+    It is inf for v = 1, if there are no two or more such meshes, too few layers or micro-batches,
+    or if a layer is impossible on the submesh.
 
     It is the larger of two: the meshes' mean work, with the time that they wait at the start and at
     the end, and the work of the mesh that has the longest layer, or both ends of a folded pipeline.

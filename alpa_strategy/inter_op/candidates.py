@@ -145,6 +145,9 @@ class _CandidateSearch:
 def check_places(job: StageCostTask, meshes: Sequence[tuple[int, int]]) -> None:
     """Raise PlanError if no stages are placed as `options.device_map` pins them, whatever their
     costs.
+
+    Args:
+        meshes: (nodes, devices per node) that stages may have.
     """
     runs = [free_runs(job, mesh) for mesh in meshes]
     without_limit = replace(job, memory_limit=math.inf)

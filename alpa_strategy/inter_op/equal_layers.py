@@ -74,7 +74,7 @@ def _content(part: StepGraph, options: PlanOptions) -> tuple[tuple, dict[int, in
     """Return a key that is equal for parts with the same structure, and the position of each value
     by first occurrence.
 
-    Names of parameters count only if `options` pin placements.
+    Names of parameters count only if `options` pin placements, or `parallel` is not one name.
     """
     positions: dict[int, int] = {}
 

@@ -171,7 +171,8 @@ ExtraFloors = tuple[np.ndarray, np.ndarray]
 
 
 def extra_floors(job: "StageCostTask", layers: "UnpricedLayers", scale: float) -> ExtraFloors:
-    """Return lower bounds of every layer's seconds at `EXTRA_PRICES`.
+    """Return the `EXTRA_PRICES` that the options allow, in seconds per byte, and lower bounds of
+    every layer's seconds at them, [price, layer].
 
     Args:
         scale: seconds per byte of a step in the fastest layouts.

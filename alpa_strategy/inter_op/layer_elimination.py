@@ -33,7 +33,9 @@ class Elimination:
 
 
 def plan_elimination(problem: Problem, outer: tuple[int, ...] = ()) -> Elimination | None:
-    """Return how to eliminate a layer's choices; None if its tables would be too large.
+    """Return how to eliminate a layer's choices; None if its tables would be too large. Before
+    that, small transfers with several uses are paid by each use, one after the other
+    (`Elimination.excess`).
 
     Args:
         problem: its costs have a leading axis for prices.

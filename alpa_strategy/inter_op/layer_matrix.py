@@ -315,7 +315,7 @@ def follow_leaders(stage: StageProblem, ends: LayerBoundary) -> LayerProblem:
 def without_hidden_gathers(problem: LayerProblem, overlap: float) -> LayerProblem:
     """Return the problem of a layer of one stage on all devices, without the share of the
     communication of its parameters that may be hidden behind computation
-    (`beside_compute.without_prefetched`).
+    (`beside_compute.without_prefetched`); unchanged if `overlap`, that share, is 0.
     """
     if not overlap:
         return problem

@@ -110,6 +110,8 @@ def priced_layers(
     """Price every kind of layer on one logical mesh, without a price of memory and at `prices`.
 
     Args:
+        submesh: (nodes, devices per node).
+        shape: of the logical mesh.
         prices: multiples of the step's seconds per byte, with micro-batches in flight.
 
     Raises:
@@ -181,6 +183,8 @@ def unpriced_layers(
     """Build the problem of every kind of layer on one logical mesh.
 
     Args:
+        submesh: (nodes, devices per node).
+        shape: of the logical mesh.
         has_per_step_ops: whether some ops run once for all micro-batches.
         hides_gathers: whether layers of one stage on all devices are without the communication that
             may be hidden (`without_hidden_gathers`).
@@ -265,6 +269,9 @@ def _leader(
 
     It is the largest of those that require a gradient, or of all; None, with one unsharded layout,
     if nothing crosses.
+
+    Args:
+        crossing: the values that cross the cut.
     """
     values = job.graph.values
 

@@ -13,7 +13,7 @@ def allowed_shapes(
 ) -> tuple[tuple[int, ...], ...]:
     """Return the logical shapes of a submesh that the options allow; empty if none is.
 
-    `logical_mesh` pins a shape, and placements pin its number of axes.
+    `logical_mesh` pins a shape, placements and a sequence `parallel` pin its number of axes.
 
     Args:
         submesh: (nodes, devices per node); None: all devices.

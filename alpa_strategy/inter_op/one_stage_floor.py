@@ -33,7 +33,7 @@ def least_one_stage_seconds(
     """Return logical mesh -> a lower bound of the seconds of a step in one stage over all devices,
     which computes the batch at once and recomputes nothing.
 
-    A bound is far above `shared_seconds` if such a stage needs more memory than there is.
+    A bound is inf, or far above `shared_seconds`, if such a stage needs more memory than there is.
 
     Args:
         job: of one micro-batch, split into layers.
@@ -99,8 +99,8 @@ def _without_hidden(problem: LayerProblem, overlap: float) -> LayerProblem:
 
 
 def _without_hiding(problem: LayerProblem, overlap: float) -> LayerProblem:
-    """Return a layer's problem with all of its communication, and without the share of its
-    computation that may hide some of it.
+    """Return a layer's problem with all of its communication, and without the share `overlap` of
+    its computation that may hide some of it.
     """
     shown = 1 - overlap
     intra = problem.stage.intra

@@ -33,9 +33,9 @@ def check_pins(step: StepGraph, cluster: ClusterSpec, options: PlanOptions) -> N
     """Check that the pinned stages, schedule, micro-batches and meshes are possible together here.
 
     Raises:
-        OptionError: a pattern of `placements` matches no parameter of the step, or a name of
-            `stages` no module.
-        PlanError: they are not.
+        OptionError: a pattern of `placements` or `device_map` matches no parameter of the step, or
+            `stages` do not split it (`stage_cuts`).
+        PlanError: they are not. With `num_stages=1` only `device_map` is checked.
     """
     check_placements(step, cluster, options)
     stage_cuts(step, options.stages)
@@ -190,8 +190,8 @@ def _pinned_readers(
 
 
 def pinned_places(step: StepGraph, cluster: ClusterSpec, options: PlanOptions) -> dict[str, Place]:
-    """Return, per name of a parameter in `options.device_map`, its mesh: (position of the first
-    device in the cluster's order, number of devices).
+    """Return, per name of a parameter in `options.device_map`, its mesh by the last pattern that
+    matches: (position of the first device in the cluster's order, number of devices).
 
     Raises:
         OptionError: a pattern matches no parameter.
@@ -312,7 +312,7 @@ def logical_shapes(options: PlanOptions, cluster: ClusterSpec) -> list[tuple[int
 
 def _possible(cluster: ClusterSpec, options: PlanOptions) -> dict[str, list[tuple[int, int]]]:
     """Return, per allowed schedule, the (number of stages, number of meshes) that are possible on
-    the devices, ascending.
+    the devices, ascending; without one stage if the schedule is pinned.
     """
     sizes = sorted(
         {math.prod(mesh) for mesh in submeshes(cluster) if allowed_shapes(cluster, options, mesh)}
@@ -363,7 +363,7 @@ def _no_such_stages(cluster: ClusterSpec, options: PlanOptions, possible: list[i
     """Return the error if the options allow no number of stages.
 
     Args:
-        possible: numbers of stages that other schedules or meshes would allow.
+        possible: the numbers of stages that the other options allow.
     """
     wanted = options.num_stages
     schedule = options.schedule
@@ -401,7 +401,7 @@ def _no_such_stages(cluster: ClusterSpec, options: PlanOptions, possible: list[i
 
 
 def _short(numbers: list[int]) -> str:
-    """Return numbers as text, shortened to nine."""
+    """Return numbers as text; of more than eight, the first six and the last."""
     if len(numbers) > 8:
         return f"{', '.join(map(str, numbers[:6]))}, ..., {numbers[-1]}"
     return ", ".join(map(str, numbers))
@@ -434,6 +434,9 @@ def stage_fits(cluster: ClusterSpec, candidates: tuple[tuple[int, int], ...]) ->
 
     A submesh within a node must not cross nodes, and full nodes start at a node. So ranges are
     contiguous, and links are as priced.
+
+    Args:
+        candidates: (nodes, devices per node) of each submesh.
     """
     left, (nodes, devices) = np.arange(cluster.num_devices + 1)[:, None], np.array(candidates).T
     # In the stage's first node.

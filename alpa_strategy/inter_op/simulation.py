@@ -40,6 +40,7 @@ def simulated_seconds(
     them while stages compute.
 
     Args:
+        num_meshes: that the stages are on, as many on each.
         pipelines: all with the same number of stages, in pipeline order. Each stage has the seconds
             of a micro-batch's forward and backward (recomputation included), those once per step,
             and those of a micro-batch's messages to and from the next stage.

@@ -306,7 +306,8 @@ def run_costs(
 def with_extra_floors(
     job: StageCostTask, submesh: tuple[int, int], costs: LayerRangeCosts
 ) -> LayerRangeCosts:
-    """Return the costs of a submesh with lower bounds at `EXTRA_PRICES` of memory as well.
+    """Return the costs of a submesh with lower bounds at `EXTRA_PRICES` of memory as well;
+    unchanged if it has none at other prices.
 
     The bound of a plan alone needs them, and computing them takes as long as the costs: this is
     done for the number of micro-batches that was chosen.
@@ -411,6 +412,9 @@ def out_of_memory(job: StageCostTask, meshes: Sequence[tuple[int, int]]) -> str 
 
     With one micro-batch in flight: every plan needs at least that. None if pinned layouts make a
     layer impossible.
+
+    Args:
+        meshes: (nodes, devices per node) that stages may have.
     """
     layers = np.arange(job.num_layers)
     least = np.full(job.num_layers, np.inf)

@@ -324,8 +324,8 @@ class _Search:
         return self._fits_with(self.in_flight[s - 1], a, is_last=s == 1)
 
     def _fits_with(self, alive: int, a: int, is_last: bool) -> np.ndarray:
-        """Return [candidate, run] whether stages on submesh `a` fit with `alive` micro-batches in
-        flight.
+        """Return [candidate, run as of `_runs`] whether stages on submesh `a` fit with `alive`
+        micro-batches in flight.
         """
         key = alive, a, is_last
         if key not in self._fitting:

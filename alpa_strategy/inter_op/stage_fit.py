@@ -111,7 +111,7 @@ class StageFit:
         self._large_segments: set[int] = set()
 
     def solve(self, solution: Solution, cost: StageCost) -> FittedStage:
-        """Return the cheapest solution that fits.
+        """Return the first solution that is found to fit; a cheaper one may exist.
 
         Args:
             solution: one that does not fit, to start from.

@@ -222,8 +222,8 @@ def _transfer_parts(intra: IntraOp, spans: "RematSpans", index: int) -> CostBrea
 
 
 def copies_that_casts_hold(intra: IntraOp, index: int) -> np.ndarray:
-    """Return [option] the bytes of a parameter's gathered copy that its casts hold as well; 0 if
-    the step does not cast it.
+    """Return [option] the bytes of the gathered copy of parameter number `index` that its casts
+    hold as well; 0 if the step does not cast it.
 
     A copy is gathered in the dtype to which all uses cast it. These casts then return the copy
     itself, and its bytes are counted with what they hold until the end of the step.

@@ -187,8 +187,8 @@ class StageSolver:
         return other
 
     def solve(self, request: StageRequest, cutoff: float = math.inf) -> SolvedStage:
-        """Return the cheapest layouts of the stage that fit, or those that an interrupted planning
-        has stored.
+        """Return the cheapest layouts of the stage that fit, or, if there is no cutoff, those that
+        an interrupted planning has stored.
 
         If memory binds, `StagePlan.recompute_per_microbatch` is tried as well.
 
@@ -221,7 +221,7 @@ class StageSolver:
         return self._solved(priced, FittedStage(starts, priced.free, temporary_bytes))
 
     def _cheapest(self, request: StageRequest, cutoff: float) -> SolvedStage:
-        """Return the cheapest layouts of the stage that fit. Raises: as `solve`."""
+        """Return the cheapest that fits; propagated layouts may recompute. Raises: as `solve`."""
         solved: list[SolvedStage] = []
         failures: list[PlanError] = []
         for recompute_per_microbatch in (False, True) if request.remat else (False,):
@@ -305,7 +305,7 @@ class StageSolver:
         return pins
 
     def _free_layouts(self, problem: Problem) -> Solution:
-        """Return the optimum without a memory limit."""
+        """Return the optimum without a memory limit. PlanError: there is none."""
         if self.job.options.solver == PROPAGATION:
             return propagate(problem)
         return self.solve_problem(problem, self.job.options.solver_seconds)
@@ -415,7 +415,8 @@ class StageSolver:
         Host memory gets a price, which is doubled until the parameters there fit.
 
         Raises:
-            DoesNotFitError: nothing fits into the device's or the host's memory.
+            DoesNotFitError, NoCheaperSolution: nothing cheaper than `cutoff` fits into the device's
+                or the host's memory.
         """
         host = priced.intra.mesh.host
         assert host is not None
@@ -483,7 +484,7 @@ class StageSolver:
             cutoff: seconds; as of `StageFit`.
 
         Raises:
-            DoesNotFitError: nothing fits.
+            DoesNotFitError, NoCheaperSolution: as of `StageFit.solve`.
         """
         job = self.job
         request = priced.request

@@ -102,8 +102,8 @@ def _between_blocks(step: StepGraph, flops: np.ndarray, num_layers: int) -> tupl
 
 
 def boundary_bytes(step: StepGraph, with_gradients: bool = False) -> np.ndarray:
-    """Return [position] the bytes of the values (and their gradients) that cross a cut before op
-    `position`; 0 at both ends.
+    """Return [position] the bytes of the values (and their gradients, if `with_gradients`) that
+    cross a cut before op `position`; 0 at both ends. Only results of ops count, no inputs.
     """
     change = np.zeros(len(step.ops) + 2)
     last = step.last_readers

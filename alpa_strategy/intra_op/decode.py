@@ -121,7 +121,7 @@ class Message:
         return intra.mesh.shape[self.axis] > 1
 
     def seconds(self, intra: IntraOp) -> float:
-        """Return the seconds of the message alone."""
+        """Return the seconds of the message alone; of one per update, its share of a step."""
         axis = intra.mesh.axes[self.axis]
         if self.phase == "step":
             return bucketed_seconds(axis, self.kind, self.num_bytes) / intra.tables.steps_per_update
@@ -344,7 +344,9 @@ def parameter_messages(intra: IntraOp, assignment: Sequence[int]) -> Iterator[tu
 
 
 def _gradient_bytes(intra: IntraOp, kind: str, num_bytes: int, meta: TensorMeta) -> int:
-    """Return the bytes of a parameter's collective: those of its gradient if that is reduced."""
+    """Return the bytes of a parameter's collective that has `num_bytes` in the parameter's dtype:
+    those of its gradient if that is reduced.
+    """
     itemsize = intra.tables.optimizer.gradient_itemsize
     if itemsize is None or kind not in REDUCTIONS:
         return num_bytes

@@ -393,8 +393,8 @@ def _added_in(
 
 
 def _recomputable(intra: IntraOp, index: int) -> np.ndarray:
-    """Return the strategies of an op that can be recomputed: its operands are there in the
-    backward.
+    """Return the strategies of op number `index` that can be recomputed: its operands are there in
+    the backward.
     """
     step = intra.step
     strategies = _plain(intra, index)
@@ -407,8 +407,8 @@ def _recomputable(intra: IntraOp, index: int) -> np.ndarray:
 
 
 def _storable(intra: IntraOp, index: int) -> np.ndarray:
-    """Return the strategies of an op whose result may wait in host memory: those of `_plain` that
-    do not recompute it; none if a result is no floating-point tensor.
+    """Return the strategies of op number `index` whose result may wait in host memory: those of
+    `_plain` that do not recompute it; none if a result is no floating-point tensor.
     """
     results = intra.step.ops[index].call.results
     if not all(meta.dtype.is_floating_point for meta in results):
@@ -417,7 +417,8 @@ def _storable(intra: IntraOp, index: int) -> np.ndarray:
 
 
 def _plain(intra: IntraOp, index: int) -> np.ndarray:
-    """Return the strategies under which an op is called as it is and can run a second time.
+    """Return the strategies under which op number `index` is called as it is and can run a second
+    time.
 
     There are none if it runs once per step, if no other op saves its result, or if its own backward
     saves it.
@@ -446,11 +447,11 @@ def pinned_offload(
     step: StepGraph, options: PlanOptions, host: Host | None
 ) -> frozenset[str] | None:
     """Return the names of the parameters that `PlanOptions.offload` pins to host memory, None if
-    that is solved; empty for `offload=False`.
+    that is solved; empty for `offload=False`, all that can be there for True.
 
     Raises:
         OptionError: a name matches no parameter.
-        PlanError: the cluster has no `host`.
+        PlanError: some are pinned, and the cluster has no `host`.
     """
     if options.offload and host is None:
         raise PlanError(
@@ -478,7 +479,8 @@ def with_offload(intra: IntraOp, pinned: Collection[str] | None = None) -> Intra
     """Return the same problem with options that store parameters in host memory behind the others.
 
     Args:
-        pinned: names of the parameters that are stored there, while no others are; None: solved.
+        pinned: names of the parameters that are stored there, while no others are, if they can be;
+            None: solved.
     """
     parameters = list(intra.parameters)
     # By parameter: the options that are copied, and what the copies cost.

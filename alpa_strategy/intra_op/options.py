@@ -119,7 +119,8 @@ class OpOptions:
 def parameter_modes(meta: TensorMeta, axis_size: int, num_segments: int) -> list[ParameterMode]:
     """Return the storage modes of one parameter on one mesh axis.
 
-    Dims shorter than the axis are not sharded, nor is the dim of the segments.
+    Dims shorter than the axis are not sharded, nor is the dim of the segments. `R*`, and `G` of one
+    dim, are for trainable parameters alone.
     """
     first_dim = 1 if num_segments > 1 else 0
     dims = [dim for dim in range(first_dim, len(meta.shape)) if meta.shape[dim] >= axis_size]
@@ -350,7 +351,9 @@ def _update_cost(
 def _update_seconds(
     stored: TensorMeta, mesh: LogicalMesh, costs: OpCosts, optimizer: OptimizerInfo, on_host: bool
 ) -> float:
-    """Return the seconds of the optimizer's update of a parameter's shard."""
+    """Return the seconds of the optimizer's update of a parameter's shard, in host memory if
+    `on_host`.
+    """
     if on_host and mesh.host is not None:
         # Bound by a device's share of the host's memory bandwidth.
         update_bytes = stored.num_elements * optimizer.update_bytes(stored.dtype.itemsize)

@@ -47,6 +47,7 @@ def restrict(
     Raises:
         PlanError: no strategy of a parameter meets its pin (the message has the modes that exist),
             or none is left under the options and for the optimizer.
+        OptionError: a pattern of `placements` matches no parameter.
     """
     # The named plan of every mesh axis.
     names = options.parallel

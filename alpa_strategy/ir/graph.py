@@ -470,7 +470,9 @@ class StepGraph:
         return frozenset(values)
 
     def name_of(self, value: int) -> str:
-        """Return the name of a value: of the parameter that it is made of, or of its op."""
+        """Return the name of a value: of the parameter that it is made of, or of its op; `an input`
+        for others.
+        """
         parameters = {parameter.value: parameter.name for parameter in self.parameters}
         if value in parameters:
             return parameters[value]

@@ -12,7 +12,8 @@ from alpa_strategy.ir.parameter_plan import ParameterPlan
 
 def needs_owner(plan: ParameterPlan, reads: Reads) -> bool:
     """Whether one device steps the full parameter: its devices have shards that the optimizer
-    cannot step alone, or all of them would do the same work.
+    cannot step alone, or all of them would do the same work. Never for updates that are
+    element-wise or read other parameters.
 
     Args:
         plan: how the parameter is stored.

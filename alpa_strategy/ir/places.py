@@ -50,7 +50,8 @@ class Place:
         return attributes if self.key is None else attributes[self.name]
 
     def value(self, module: nn.Module, leaves: Sequence[Any] = ()) -> Any:
-        """Return the current value; None if an attribute or item is missing.
+        """Return the current value; None if the attribute, or the item of a dict that is there, is
+        missing.
 
         Args:
             leaves: those of the batch.

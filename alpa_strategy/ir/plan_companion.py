@@ -63,7 +63,7 @@ class PlanCompanion(Generic[T]):
         """Read a file that `save` has written.
 
         Raises:
-            PlanError: it cannot be read, or is of another version.
+            PlanError: it cannot be read, is of another version, or has a wrong field.
         """
         try:
             with gzip.open(path) as file:

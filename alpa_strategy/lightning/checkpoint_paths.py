@@ -90,7 +90,7 @@ def plan_folder(plan_dir: Path | str | None, folder: Path) -> Path:
 
 
 def find_last_at_urls() -> None:
-    """Let `ckpt_path="last"` find checkpoints at URLs, unless it does already.
+    """Let `ckpt_path="last"` find checkpoints at URLs in this process, unless it does already.
 
     Lightning lists their folder, and then looks for the names without the scheme on the local disk
     (`ModelCheckpoint._find_last_checkpoints`).

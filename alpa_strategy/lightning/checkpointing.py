@@ -137,12 +137,12 @@ class Checkpoints:
         While fitting it also takes up the checkpoint's state of ranks and its plans.
 
         Args:
-            path: local path or URL.
+            path: local path or URL, of which the call is collective.
             weights_only: as of `torch.load`.
             checkpoint_io: the Trainer's, which reads what this package does not.
 
         Raises:
-            CheckpointError: it cannot be read.
+            CheckpointError, FileNotFoundError: it cannot be read, or is not there.
         """
         if self._writer is not None:
             # It may be this checkpoint that is being written.
@@ -396,7 +396,7 @@ class Checkpoints:
     def save(
         self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any, checkpoint_io: Any
     ) -> bool:
-        """Write a checkpoint that was made of the two above. Collective.
+        """Write a checkpoint that has `module_state`. Collective; raises as `_write`.
 
         Args:
             checkpoint: the Trainer's; states of this rank are added to it.

@@ -117,8 +117,8 @@ def check_replicas(replicas: int | None, batch_scope: str, nodes: int, devices: 
         devices: number of devices of each node.
 
     Raises:
-        OptionError: a replica would be neither full nodes nor an equal fraction of one, or
-            `batch_scope` is another one.
+        OptionError: a replica would be neither full nodes nor an equal fraction of one, or they are
+            given and `batch_scope` is not `replica`.
     """
     if replicas is None:
         return

@@ -283,7 +283,12 @@ def _pass(at: dict[str, Any] | None, now: dict[str, Any], in_the_middle: bool) -
 
 
 def _rescaled(at: dict[str, Any] | None, num_before: int, num_now: int) -> Pass:
-    """Return the pass after the same number of samples, in batches of another number of shares."""
+    """Return the pass after the same number of samples, in batches of another number of shares.
+
+    Args:
+        at: the pass as stored; None without one.
+        num_before, num_now: numbers of shares.
+    """
     if at is None:
         return Pass()
     num_drawn = _scaled(at["num_drawn"] - at["num_ahead"], num_before, num_now)

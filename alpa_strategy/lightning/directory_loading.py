@@ -28,7 +28,7 @@ from alpa_strategy.urls import is_url, local_path
 
 def register_directory_loading() -> None:
     """Wrap Lightning's readers, unless they are wrapped already: `load_from_checkpoint`'s, and
-    other strategies'.
+    other strategies'. `ckpt_path="last"` finds checkpoints at URLs then, too.
     """
     find_last_at_urls()
     readers: tuple[Any, ...] = (saving, torch_io)
@@ -86,7 +86,8 @@ def _load_file(
         for_module: whether it is a module's checkpoint, whose tensors are then checked.
 
     Raises:
-        CheckpointError: it cannot be read.
+        CheckpointError: it cannot be read. Those of web servers, missing ones, and local ones of no
+            module raise what `read` raises.
     """
     if is_url(path):
         if str(path).startswith("http"):

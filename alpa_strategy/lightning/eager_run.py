@@ -56,6 +56,9 @@ def reason_for_eager_steps(
         optimizers: its optimizers.
         job: the job.
         resumes_written: whether the resumed training had eager steps.
+
+    Raises:
+        OptionError: the options contradict each other.
     """
     option = eager_option(job.options, job.limits)
     if option is not None:
@@ -231,7 +234,9 @@ class EagerRun(ShardedRun):
         self._checkpoint_activations(limit)
 
     def _sync_batch_norms(self) -> None:
-        """Synchronize statistics of batch norms over the ranks, as the user's modules demand."""
+        """Synchronize statistics of the user's SyncBatchNorm modules over the ranks until the run
+        ends; of all batch norms with `sync_batchnorm=True`.
+        """
         backend = self._job.backend
         # Trainer(sync_batchnorm=True).
         every = self.module.trainer.strategy._layer_sync is not None
@@ -262,7 +267,8 @@ class EagerRun(ShardedRun):
     def _checkpoint_activations(self, limit: float) -> None:
         """Checkpoint the activations of the modules that the user named, or of those that have to.
 
-        Does nothing without optimizers, nor if `remat` is not set and steps are compiled.
+        Does nothing without optimizers, nor if `remat` is not set (or "selective") and steps are
+        compiled or the extra is switched off.
 
         Args:
             limit: bytes of a device that may be used.
@@ -289,7 +295,8 @@ class EagerRun(ShardedRun):
     @override
     def begin_check(self, batch: Any = None, loss: Tensor | None = None) -> None:
         """Do as `ShardedRun.begin_check`, log the bytes that the forward saved for the backward,
-        and warn of a first loss that is nan.
+        and warn of a first loss that is nan if parameters are gathered on use. Both are done only
+        with a `loss`.
         """
         super().begin_check(batch, loss)
         if loss is None:

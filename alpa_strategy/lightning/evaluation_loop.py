@@ -13,7 +13,7 @@ from alpa_strategy.errors import RuntimeMismatchError
 
 def next_loader(trainer: Any, loader: int, batch_idx: int) -> int | None:
     """Return the index of the dataloader of this rank's next batch in the running evaluation loop;
-    None if it has no batch left.
+    None if it has no batch left. 0 unless loaders come one after the other.
 
     Args:
         loader: index of the dataloader of the last batch; -1: there is none yet.

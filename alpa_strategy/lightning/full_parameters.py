@@ -71,7 +71,8 @@ class FullParameters:
     def entered(
         self, with_gradients: bool = False, awaits_backward: bool = False
     ) -> Iterator[None]:
-        """Context with full parameters. Collective, unless the module is full already.
+        """Context with full parameters. Collective, unless the module is full already. After an
+        exception in it, changes are dropped.
 
         Args:
             with_gradients: unshard gradients as well, unless the module is full already.
@@ -241,7 +242,8 @@ class FullParameters:
 
 @contextmanager
 def shapes_only(store: ParameterStore) -> Iterator[None]:
-    """Context in which parameters have their full shapes, with memory for one element each.
+    """Context in which parameters have their full shapes, sharded ones with memory for one element
+    each.
 
     This is enough for capture.
     """
@@ -402,7 +404,7 @@ def check_backward(module: LightningModule) -> None:
     """Check that the module's own `backward` does not read gradients: they are summed after it.
 
     Raises:
-        SetupError: it does.
+        SetupError: by the names in its code it may.
     """
     is_own = is_overridden(module, "backward", LightningModule)
     if is_own and _reads_parameters(module.backward, module):
@@ -477,6 +479,7 @@ def _unscale_and_agree(
     allow_fp16: bool,
 ) -> dict[torch.device, Tensor]:
     """Run a scaler's `unscale`; the overflow of any rank counts on all, so that scales stay equal.
+    Collective.
 
     torch's ShardedGradScaler does the same, but needs gradients on every rank. Also, torch's scaler
     copies its scale to gradients in host memory without waiting for the copy.

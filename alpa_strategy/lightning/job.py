@@ -171,7 +171,8 @@ def compiled_by_user(module: nn.Module, context: Any = None) -> dict[str, Any] |
         context: Dynamo's context of the full module, if the user compiled that.
 
     Returns:
-        Arguments as of `compile_options`; None if nothing is compiled.
+        Its `options` or `backend` as for `torch.compile`, {} if neither is known; None if nothing
+        is compiled.
     """
     contexts = []
     compiled_calls = []

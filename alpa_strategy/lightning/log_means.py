@@ -20,7 +20,8 @@ def reduce_logged(
     reduce_op: Any,
     reduce: Callable[[Tensor, Any], Tensor],
 ) -> Tensor:
-    """Return `reduce(tensor, reduce_op)`, exact if `tensor` is the batch sizes of a logged mean.
+    """Return `reduce(tensor, reduce_op)`, exact if it is "mean" and `tensor` is the batch sizes of
+    a logged mean.
 
     Args:
         trainer: whose logged results are looked at.

@@ -26,7 +26,9 @@ class MasterWeights(HalfPrecision):
 
     @override
     def convert_module(self, module: nn.Module) -> nn.Module:
-        """Convert 16-bit parameters to fp32, floating buffers to bf16; fp64 parameters stay."""
+        """Convert, in place, 16-bit parameters to fp32, floating buffers to bf16; fp64 parameters
+        stay.
+        """
         self._module = module
         for owner in module.modules():
             for parameter in owner._parameters.values():

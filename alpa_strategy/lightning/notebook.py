@@ -138,6 +138,10 @@ class NotebookLauncher(_MultiProcessingLauncher):
 
         Returns:
             None if the workers ended without a result.
+
+        Raises:
+            SetupError: as of `_check`.
+            BaseException: as of `_wait`: that of a worker.
         """
         self._check(trainer)
         with _own_port(self._strategy.cluster_environment):

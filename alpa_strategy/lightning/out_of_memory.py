@@ -49,7 +49,9 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def memory_of(device: torch.device) -> DeviceMemory:
-    """Return the memory of this process's device now."""
+    """Return the memory of this process's device now; of the host for a CPU. On GPUs `used` is the
+    peak.
+    """
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         reserved = torch.cuda.memory_reserved(device)
@@ -70,7 +72,7 @@ def memory_note(plan: Plan | None, rank: int, memory: DeviceMemory) -> str:
     change.
 
     Args:
-        plan: of the step that failed; None: nothing was planned yet.
+        plan: of the step that failed; None: nothing was planned yet, and no change is proposed.
         rank: of this process.
         memory: of its device.
     """

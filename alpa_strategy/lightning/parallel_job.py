@@ -203,7 +203,8 @@ class ParallelJob(DDPStrategy):
 
     def tell_others(self, exception: BaseException) -> None:
         """Publish the `exception` with which this rank fails, so that the others end as well.
-        Nothing is published in a notebook, nor of a KeyboardInterrupt.
+        Nothing is published in a notebook, nor of a KeyboardInterrupt. An AlpaError is shown
+        without stack traces if it ends the process.
         """
         # The notebook ends the other workers, and shows the exception.
         if self._start_method == "fork":

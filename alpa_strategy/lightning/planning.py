@@ -92,7 +92,7 @@ def capture(
     Raises:
         CaptureError: the step cannot be captured.
         UnlikeStepsError: the ranks' batches or steps differ.
-        RuntimeMismatchError: the ranks' modules differ.
+        RuntimeMismatchError: the ranks' modules differ, or batches that are to be the same.
     """
     captured = partial(
         capture_step,
@@ -340,7 +340,7 @@ def _partial_results(job: Job) -> PartialResults:
 
 
 def _stored(wanted: Fingerprint, task: PlanTask, job: Job, make: Callable[[], Plan]) -> Plan:
-    """Return the stored plan with the fingerprint `wanted`, or the one of `make`, and store it."""
+    """Return the plan stored for `wanted`, or that of `make`, stored. Raises: as `make`."""
     store = PlanStore(job.plan_folder, job.plan_url)
     plan = store.find(wanted)
     why = store.explain(wanted) if plan is None else ""
@@ -390,7 +390,7 @@ def _plan_on_rank_zero(
     pinned: Mapping[str, ParameterPlan] | None,
     resumed: Mapping[str, Any] | None,
 ) -> Plan:
-    """Return the plan of the task, on rank 0: resumed, from a file, stored or new.
+    """Return the task's plan, on rank 0: resumed, from a file (none if `pinned`), stored or new.
 
     Args:
         task: the task.
@@ -452,7 +452,7 @@ def _made(task: PlanTask, job: Job, pinned: Mapping[str, ParameterPlan] | None) 
 def _chosen(task: PlanTask, job: Job, pinned: Mapping[str, ParameterPlan] | None) -> Plan:
     """Return the plan of `choose_plan`, with the costs of page faults on CPUs.
 
-    Args: as of `_made`.
+    Args: as of `_made`. Raises: as `choose_plan`.
     """
     with without_collections():
         from alpa_strategy.planner.planner import choose_plan

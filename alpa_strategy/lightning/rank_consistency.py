@@ -145,8 +145,8 @@ def shapes_text(batch: Any) -> str:
 def toggled(module: Any, optimizers: Iterable[Optimizer]) -> list[nn.Parameter]:
     """Return the parameters that an eager step may freeze and unfreeze (as of a GAN's parts).
 
-    All that the optimizers have; none if the step neither names `requires_grad` nor steps
-    optimizers itself.
+    All that the optimizers have; none if the step names neither `requires_grad` nor `freeze` or
+    `unfreeze`, and does not step optimizers itself.
     """
     freezing = mentioned_names(module.training_step) & {
         "requires_grad",

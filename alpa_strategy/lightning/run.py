@@ -182,8 +182,9 @@ class Run(ShardedRun):
             The value of `module.training_step(batch, batch_idx)`.
 
         Raises:
-            CaptureError: as of `_captured_step`.
+            CaptureError, PlanError: as of `_captured_step`.
             FailedCheckError: a check of the step fails.
+            RuntimeMismatchError: batches or modules that should be the same differ.
         """
         buffers_changed = self._buffers_changed()
         self.take_buffers()
@@ -330,6 +331,7 @@ class Run(ShardedRun):
 
         Raises:
             CaptureError: (on all ranks) there is no one step of all ranks, or too many come.
+            PlanError: a new step has no plan.
         """
         known = self._captured.get(key, [])
         index, counters, changed = self._fitting(known, batch, batch_idx)

@@ -53,6 +53,9 @@ class RunPlans:
 
         A cluster that is measured is another one by its measurements: what fits into the memory of
         its devices fits. One that the user has described differently counts.
+
+        Raises:
+            PlanError: its data is no plan of this version.
         """
         for data in self._resumed:
             differing = _differences(data, wanted)

@@ -118,7 +118,8 @@ class Session:
         """Shard the module at the first batch, and once more after changes of its parameters.
 
         Raises:
-            AlpaError: parameters changed between the batches of one optimizer step.
+            AlpaError: parameters changed between the batches of one optimizer step; or as of
+                `_shard`.
         """
         if self.run is None:
             self._shard(module, optimizers, batch, batch_idx)
@@ -281,7 +282,7 @@ class Session:
 
     def _continue_eagerly(self, run: "ShardedRun", batch: Any, batch_idx: int) -> "ShardedRun":
         """Replace `run` by one with eager steps, and return that. Gradients that an optimizer step
-        has accumulated so far go over to it.
+        has accumulated so far go over to it. Raises: as `_shard`.
         """
         gradients = run.take_gradients() if self._is_accumulating else []
         self._unshard()
@@ -327,7 +328,8 @@ class Session:
 
     def backward(self, loss: Tensor, run_backward: Callable[[], Any]) -> None:
         """Run the backward of a step's loss; then gradients are reduced, unless more are
-        accumulated."""
+        accumulated. RuntimeMismatchError if ranks' copies of them differ.
+        """
         assert self.run is not None
         self.run.begin_check(loss=loss)
         with self.run.in_step():
@@ -360,6 +362,9 @@ class Session:
 
         A training's buffers become those of rank 0. Without a training, a module that does not fit
         one device is sharded.
+
+        Raises:
+            AlpaError: parameters cannot be sharded or read, or as of `EvaluationLoop`.
         """
         is_training = module.trainer.state.fn == TrainerFn.FITTING
         if self.run is not None:
@@ -381,6 +386,9 @@ class Session:
         Args:
             args: as of `ShardedRun.evaluation_step`.
             eager_step: calls the module's own step.
+
+        Raises:
+            RuntimeMismatchError: as of `EvaluationLoop`.
         """
         output = eager_step() if self.run is None else self.run.evaluation_step(args, eager_step)
         if self._loop is not None:
@@ -389,7 +397,7 @@ class Session:
 
     def _shard_for_evaluation(self, module: Any) -> None:
         """Shard the parameters of a module that is only evaluated (ZeRO-3), so that none is stored
-        full, and print the plan.
+        full, and print the plan. AlpaError: parameters cannot be sharded or read.
         """
         from alpa_strategy.lightning.eager_run import EagerRun
         from alpa_strategy.lightning.sharded_run import RunInputs

@@ -184,7 +184,9 @@ class ShardedRun(ABC):
         """Reduce the gradients after the Trainer's backward, unless more are accumulated."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return this rank's state but for parameters and optimizer, for a checkpoint."""
+        """Return this rank's state but for parameters and optimizer, for a checkpoint. Only rank
+        0's has the plan.
+        """
         streams = {} if self._placed is None else self._placed.state_dict()
         plan = self.plan.to_dict() if rank_in(None) == 0 else None
         plans = self._job.plans.used if rank_in(self._job.group) == 0 else []
@@ -244,8 +246,8 @@ class ShardedRun(ABC):
         """Return the `StepByBucket` that steps the optimizer bucket by bucket in the backward.
 
         None unless there is one optimizer that steps elements by themselves, under automatic
-        optimization; None as well if anything looks at all gradients first: clipping, a scaler,
-        hooks of the user.
+        optimization; None as well if anything looks at all gradients first: clipping, a scaler, a
+        check, hooks or a precision plugin of the user; or if gradients stay local.
         """
         trainer, plugin = self._trainer, self._trainer.precision_plugin
         is_one = self.module.automatic_optimization and len(self.optimizers) == 1 and self.syncs
@@ -262,8 +264,8 @@ class ShardedRun(ABC):
     def sync(self, enabled: bool) -> None:
         """Set whether the next backward reduces gradients; else they stay local and accumulate.
 
-        They are reduced in any case by a pipeline, where parameters are gathered on use, and if an
-        `on_after_backward` hook may read them.
+        They are reduced in any case by a pipeline, where parameters are gathered on use, and in
+        captured steps if an `on_after_backward` hook may read them.
         """
         self.syncs = enabled
         # A pipeline reduces the gradients of each of its steps. Parameters that are gathered on use
@@ -325,7 +327,7 @@ class ShardedRun(ABC):
 
     def stepping(self) -> AbstractContextManager[None]:
         """Return a context of an optimizer's step, to be entered at once; `stepped` ends it. A
-        backward of manual optimization is finished first.
+        backward of manual optimization is finished first. Raises: as `check_gradients`.
         """
         # With manual optimization, after `loss.backward()`.
         if self.store.awaits_finish:
@@ -365,7 +367,9 @@ class ShardedRun(ABC):
             check.losses.append(loss.detach())
 
     def check_gradients(self) -> None:
-        """Check the gradients, if the user wants it and they are complete. Collective."""
+        """Check the gradients, if the user wants it, they are complete, and no loss scaler does.
+        Collective. Raises as `GradientCheck.finish`.
+        """
         if self._gradient_check is None or not (self._is_pipelined or self.store.is_syncing):
             return
         if self._job.replica is not None and not self.syncs:
@@ -439,7 +443,8 @@ class ShardedRun(ABC):
     # else the reason, for a message
 
     def no_headroom_for_full_parameters(self, with_gradients: bool = False) -> str | None:
-        """Return why full parameters (and gradients) do not fit in addition to the training.
+        """Return why full parameters (and gradients, if `with_gradients`) do not fit in addition to
+        the training.
 
         None if they fit.
         """

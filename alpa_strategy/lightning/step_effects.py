@@ -77,7 +77,7 @@ def append_to_lists(
     leaves: Sequence[Any],
     counters: Mapping[str, int],
 ) -> None:
-    """Append the step's values to the module's lists, as the user's step would.
+    """Append the step's values, detached, to the module's lists, as the user's step would.
 
     Args:
         values, leaves, counters: as of `materialize_output`.

@@ -89,7 +89,12 @@ class StepProfile:
             self._step.enter_context(self._ranges(f"step {number}", STEP))
 
     def end(self, run: "ShardedRun | None") -> None:
-        """Stop recording, and report the profile, if any. Collective."""
+        """Stop recording, and report the profile, if any; rank 0 warns if no step was reached.
+        Collective.
+
+        Args:
+            run: of the training; None: what was recorded is dropped.
+        """
         recorder = self._recorder
         if recorder is None:
             if self._num_batches <= self._first:

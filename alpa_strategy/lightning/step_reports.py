@@ -54,7 +54,11 @@ class StepReports:
             self._write_measured_page(run)
 
     def end(self, run: "ShardedRun | None") -> None:
-        """Report what is left when the training ends. Collective."""
+        """Report what is left when the training ends. Collective.
+
+        Args:
+            run: of the training; None: nothing that was measured is reported.
+        """
         if run is not None:
             run.finish_measuring()
         if self._profile is not None:
@@ -105,6 +109,9 @@ class StepReports:
     ) -> None:
         """Write the page of a plan file, and print its path, or why it cannot be written, if there
         is a run to print it.
+
+        Args:
+            measured: as of `PlanPages.write`.
         """
         started = time.perf_counter()
         try:

@@ -195,8 +195,8 @@ class Pipeline:
             loss_scale: gradients are those of the loss times this.
 
         Returns:
-            The escaping values, on every rank, and this rank's parameters with their new gradients.
-            The parameters' `.grad`s are unchanged.
+            The escaping values, on every rank, and those of this rank's parameters that got a
+            gradient, with it. The parameters' `.grad`s are unchanged.
 
         Raises:
             LostRankError: another rank is gone or hangs.
@@ -313,8 +313,8 @@ class Pipeline:
         return result
 
     def _collect(self) -> Values:
-        """Return the escaping values of the step on all ranks; the stage that makes one sends
-        it.
+        """Return the escaping values of the step on all ranks; the stage that makes one sends it.
+        LostRankError: as of `_broadcast`.
         """
         results: Values = {}
         for index, stage in enumerate(self.spec.stages):

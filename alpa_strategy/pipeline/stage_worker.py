@@ -28,7 +28,9 @@ Sends = Mapping[tuple[int, str], Sequence[int]]
 
 
 def sends_of(orders: Orders) -> Sends:
-    """Return the order in which each stage sends, if the meshes run their actions in `orders`."""
+    """Return (stage, "F" or "B") -> its micro-batches in the order in which it sends them, if the
+    meshes run their actions in `orders`.
+    """
     sends: dict[tuple[int, str], list[int]] = defaultdict(list)
     for order in orders:
         for action in order:
@@ -106,8 +108,8 @@ class ChannelEnd:
         self._outbound.forget()
 
     def post(self, microbatch: int) -> None:
-        """Post the receive of a micro-batch, and before it those of all that are sent earlier: NCCL
-        matches messages by their order alone.
+        """Post the receive of a micro-batch, unless it is posted, and before it those of all that
+        are sent earlier: NCCL matches messages by their order alone.
         """
         while microbatch not in self._posted:
             first = next(self._expected)
@@ -143,7 +145,9 @@ class StageWorker:
         self.finish_step()
 
     def connect(self, channel: Channel, forward: Transfer, backward: Transfer, offset: int) -> None:
-        """Attach a channel from or to this stage. To be called in the order of the channels."""
+        """Attach a channel from or to this stage. Args: as of `ChannelEnd`. To be called in the
+        order of the channels.
+        """
         is_source = channel.source == self.index
         end = ChannelEnd(channel, is_source, forward, backward, offset)
         (self._outgoing if is_source else self._incoming).append(end)

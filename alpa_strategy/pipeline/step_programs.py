@@ -211,6 +211,9 @@ class PlanRuntime:
             micro: the same, split into micro-batches.
             leaves: of the batch that this rank has loaded.
             counters: by name.
+
+        Raises:
+            LostRankError: as of `Pipeline.step`.
         """
         buffers = step_buffers(self.module, step, counters)
 
@@ -356,6 +359,7 @@ class _PassGradient(torch.autograd.Function):
     def forward(
         ctx: Any, anchor: Tensor, loss: Tensor, gradients: Gradients, known_scale: float
     ) -> Tensor:
+        """Return a copy of the loss; `anchor` requires a gradient, so that the backward runs."""
         ctx.gradients = gradients
         ctx.known_scale = known_scale
         return loss.clone()

@@ -57,7 +57,8 @@ def best_solved(
     If a plan turns out slower than its candidate's estimate, as plans of stages do that do not fit
     as they were priced, candidates with the same schedule on the same submeshes are expected to be
     slower by the same factor. Without that, all of them would be solved before another schedule
-    whose estimate is right. At most `MAX_SOLVED_CANDIDATES` are solved.
+    whose estimate is right. At most `MAX_SOLVED_CANDIDATES` are solved; failures before the first
+    plan do not count.
 
     Args:
         candidates: those to begin with.
@@ -107,7 +108,8 @@ def best_solved(
 def solved_plan(
     candidate: Candidate, submeshes: Sequence[tuple[int, int]], fingerprint: Fingerprint
 ) -> Plan:
-    """Solve the stages that the stage DP chose, each by the ILP, and return their plan.
+    """Solve the stages that the stage DP chose, each by the ILP, and return their plan. Those of
+    `candidate.solved` are taken as they are.
 
     Args:
         submeshes: those that `candidate.stages` index.
@@ -196,7 +198,7 @@ def plan_of(
             gradients back.
 
     Raises:
-        DoesNotFitError: the stages of one mesh do not fit together.
+        DoesNotFitError: the stages of one mesh do not fit together; not raised for a single stage.
     """
     stages = _placed_stages(job, solved, first_devices, wires)
     peak_bytes = _peak_bytes_by_mesh(stages)

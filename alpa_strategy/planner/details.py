@@ -95,7 +95,7 @@ def stage_problems(task: PlanTask, plan: Plan) -> Iterator[tuple[StagePlan, Assi
     """Yield every stage of a plan with its problem, in which the plan is an assignment.
 
     Raises:
-        PlanError: the plan has layouts that the step cannot have.
+        PlanError: the plan has layouts that the step cannot have, or the step cannot be split so.
     """
     cluster = task.cluster.in_order(job_ranks(plan.stages))
     graph = task.step
@@ -136,6 +136,9 @@ def _assigned(
     Args:
         begins: gradients are made, not added to earlier ones.
         prefetch: as of `cost_of`.
+
+    Raises:
+        PlanError: as of `_assignment`.
     """
     on_host = frozenset(name for name, plan in stage.parameter_plans.items() if plan.on_host)
     starts = (0, *(cut - stage.ops[0] for cut in stage.recompute_splits))
@@ -354,8 +357,8 @@ class _StageDetails:
         return max(0.0, forward)
 
     def _saved_bytes(self, index: int) -> int:
-        """Return the bytes that the forward of an op saves: masks and the like, and the values that
-        it reads in layouts that nothing else has saved.
+        """Return the bytes that the forward of an op saves: masks and the like, its results, and
+        copies of these in the layouts in which readers save them.
         """
         place = len(self._intra.parameters) + index
         assignment = self._assigned.assignment

@@ -48,8 +48,8 @@ def captured_only_option(options: PlanOptions) -> str | None:
 
 
 def pipeline_only_option(options: PlanOptions) -> str | None:
-    """Return the option that neither eager steps nor planned submodules can meet; None if there is
-    none.
+    """Return the option, as a part of a message, that neither eager steps nor planned submodules
+    can meet; None if there is none.
     """
     if options.asks_for_pipeline:
         return "a pipeline or micro-batches are asked for"
@@ -102,7 +102,7 @@ def plan_eager(
     why: CaptureError,
     precision: str = "",
 ) -> Plan:
-    """Return the plan of a training whose steps run eagerly.
+    """Return the plan of a training, or without `optimizers` of an evaluation, that runs eagerly.
 
     The first storage that fits is taken, the last one if none does: full parameters, ZeRO-2,
     ZeRO-3; options may pin one.

@@ -184,6 +184,9 @@ class _Question:
     def _solved(self, layout: str, strategies: Sequence[int]) -> tuple[LayoutChoice, float]:
         """Return the stage's best solution with one layout, and the penalties that it has; a choice
         with the problem in place of seconds, and 0.0, if there is none.
+
+        Args:
+            strategies: of the choice, those that have the layout.
         """
         try:
             pinned = self._solver.pinned(self._priced, self._choice, strategies)

@@ -45,7 +45,8 @@ def microbatch_counts(step: StepGraph, cluster: ClusterSpec, options: PlanOption
     """Return the numbers of micro-batches to try, in descending order.
 
     They are divisors of the number of samples, or of those of a rank and of the number of ranks.
-    Each is at most half of the one before. `options.num_microbatches` pins a single one.
+    Each is at most half of the one before. `options.num_microbatches` pins a single one,
+    and without samples it is 1.
     """
     if options.num_microbatches is not None:
         return [options.num_microbatches]
@@ -116,7 +117,9 @@ class _Climb:
     def price_at(
         self, index: int, used: Submeshes | None = None, limit: float = math.inf
     ) -> SearchResult:
-        """Price `counts[index]` unless its bound is above `limit` or the known seconds."""
+        """Return the result of pricing `counts[index]` on the submeshes `used` (None: all); an
+        empty one, with nothing priced, unless its bound is below `limit` and the known seconds.
+        """
         count = self._counts[index]
         if self._bound(count) >= min(limit, self._known_seconds):
             return SearchResult()

@@ -83,6 +83,9 @@ def _plan_one_stage(
         pinned: parameter plans that stay; None for a free choice, which has baselines.
         by_tensor: whether single results may be recomputed.
         without: logical meshes to leave out.
+
+    Raises:
+        OptionError, PlanError: nothing fits, or a pin cannot be met.
     """
     fingerprint = task.fingerprint
     if task.options.remat is None and not by_tensor:

@@ -97,7 +97,7 @@ class _Copies:
         return fresh
 
     def _copied(self, optimizer: Optimizer) -> Optimizer:
-        """Return an optimizer with copies of the attributes."""
+        """Return an optimizer with copies of the attributes. TypeError: as of `_converted`."""
         copied = object.__new__(type(optimizer))
         self._copies[id(optimizer)] = copied
         for name, value in vars(optimizer).items():
@@ -254,8 +254,8 @@ def state_of(optimizer: Optimizer, parameter: nn.Parameter) -> list[Any]:
 
 
 def periods_of(optimizer: Optimizer) -> set[int]:
-    """Return the small integers among the optimizer's settings: they may be numbers of steps
-    after which it does something else.
+    """Return the integers among the optimizer's settings: they may be numbers of steps after which
+    it does something else.
     """
     values: list[Any] = []
     for one in optimizers_in(optimizer):

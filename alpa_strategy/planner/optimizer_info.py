@@ -172,7 +172,8 @@ def _per_element(optimizer: Optimizer) -> tuple[float, float, float]:
 
 
 def _probe(optimizer: Optimizer, like: nn.Parameter) -> tuple[float, float, float]:
-    """Step a copy of the optimizer on a small parameter, as it would step `like`.
+    """Step a copy of the optimizer on a small parameter, as it would step `like`. Raises whatever
+    the optimizer does.
 
     Returns:
         (bytes of state per element, bytes moved per element, peak of temporary bytes per byte of
@@ -224,8 +225,8 @@ def _python_seconds(optimizer: Optimizer) -> tuple[float, float]:
 
 
 def _seconds_of_step(optimizer: Optimizer, num_parameters: int, shape: tuple[int, ...]) -> float:
-    """Return the median seconds on a core of a step of a copy with `num_parameters` parameters
-    of `shape`.
+    """Return the median seconds on a core of a step of a copy with `num_parameters` parameters of
+    `shape`. Raises whatever the optimizer does.
     """
     parameters = [torch.nn.Parameter(torch.zeros(shape)) for _ in range(num_parameters)]
     for parameter in parameters:

@@ -144,6 +144,7 @@ def _settings_text(optimizer: Optimizer, parameter: nn.Parameter) -> str | None:
 
 
 def _is_plain(value: Any) -> bool:
+    """Return whether a value is None, a bool, number or text, or a tuple of such values."""
     if isinstance(value, tuple):
         return all(map(_is_plain, value))
     return value is None or type(value) in (bool, int, float, str)
@@ -340,7 +341,8 @@ def trained(
 def _stepped(
     make: Make, starts: Sequence[Tensor], grads: Sequence[Sequence[Tensor]]
 ) -> tuple[Optimizer, list[Tensor]]:
-    """Return a fresh optimizer after one step per gradient, and its parameters' values.
+    """Return a fresh optimizer after one step per gradient, and its parameters' values. Raises
+    whatever the optimizer does.
 
     Args:
         make: parameters -> a fresh optimizer of them.

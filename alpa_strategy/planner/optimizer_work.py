@@ -30,7 +30,7 @@ def full_updates_of(
     Args:
         optimizer: of the parameters, with their full shapes.
         reads: what it looks at, by parameter.
-        names: in the module.
+        names: in the module. Parameters without one are left out.
     """
     known: dict[tuple[Any, ...], FullUpdate] = {}
     updates = []
@@ -64,7 +64,7 @@ def _products(
     optimizer: Optimizer, like: nn.Parameter, shape: tuple[int, ...]
 ) -> tuple[float, torch.dtype]:
     """Return FLOPs and dtype of the matrix products in a step of a parameter of `shape`: the last
-    product's dtype, that of `like` if there is none.
+    product's dtype, that of `like` if there is none. Raises whatever the optimizer does.
     """
     stepped = nn.Parameter(torch.ones(shape, dtype=like.dtype))
     generator = torch.Generator().manual_seed(0)

@@ -73,12 +73,16 @@ class PipelineFirst:
 def search_pipeline_first(
     task: PlanTask, shared_seconds: float, screen: float, margin: float
 ) -> PipelineFirst | None:
-    """Search a pipeline if one stage is too slow to rule pipelines out; else return None.
+    """Search a pipeline if one stage is too slow to rule pipelines out; else, and for short steps
+    (`is_short`), return None. The result has no pipeline if none is found.
 
     Args:
         shared_seconds: of the step's ops if the devices shared them evenly.
         screen: no pipeline is searched if one stage loses less than this share of its step.
         margin: by which a pipeline must be faster.
+
+    Raises:
+        OptionError, PlanError: a pin cannot be met.
     """
     with task.progress("bound of one stage"):
         bounds = _least_seconds(task, shared_seconds)

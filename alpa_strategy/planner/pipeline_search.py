@@ -75,6 +75,7 @@ def plan_pipeline(
 
     Raises:
         PlanError: nothing fits, or a pin cannot be met.
+        OptionError: as of `check_pins`.
     """
     check_pins(task.step, task.cluster, task.options)
     search = PipelineSearch(task, several, solve)
@@ -399,7 +400,7 @@ class PipelineSearch:
         return SearchResult(fastest.seconds, frozenset(fastest.submesh_of))
 
     def _candidates_by_likely_sizes(self, count: int, ceiling: float) -> list[Candidate]:
-        """Return candidates on a large cluster, of which pricing all submeshes takes minutes.
+        """Return candidates, fastest first, where pricing all submeshes takes minutes.
 
         Submeshes of medium size are priced exactly. For the others a bound is enough, until the
         best stages have such sizes.
@@ -445,6 +446,9 @@ class PipelineSearch:
         Args:
             meshes: submeshes that are priced.
             unlikely: of them, those for which a bound of the costs is enough.
+
+        Raises:
+            OptionError, PlanError: a pin cannot be met.
         """
         job = self._job(count)
         assert job is not None

@@ -85,11 +85,11 @@ def _check_ops(stages: Sequence[StagePlan], graph: StepGraph) -> None:
 
 
 def check_devices(stages: Sequence[StagePlan], num_devices: int) -> None:
-    """Check that every device is in one mesh, and that stages on a mesh have the same devices in
-    the same order.
+    """Check that every device is in one mesh, that logical meshes have as many devices, and that
+    stages on a mesh have the same devices in the same order.
 
     Raises:
-        PlanError: names the first stage of which that is not true.
+        PlanError: that is not true.
     """
     # (first device, last device + 1) -> the ranks of the mesh there.
     ranks_of_mesh: dict[tuple[int, int], tuple[int, ...]] = {}

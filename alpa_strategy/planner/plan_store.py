@@ -72,7 +72,8 @@ class PlanStore:
 
     def explain(self, fingerprint: Fingerprint) -> str:
         """Return the reason why `find` returns None, such as `"graph, batch changed"`: the
-        differences from the closest stored plan.
+        differences from the closest stored plan, or that the stored one cannot be used, or that
+        there is none.
         """
         if self.path(fingerprint).exists() and self.find(fingerprint) is None:
             return f"the stored plan {self.location(fingerprint)} cannot be used"

@@ -241,7 +241,9 @@ def plan_around(task: PlanTask, running: Plan) -> Plan:
 
 
 def _choose(task: PlanTask) -> Plan:
-    """Return the plan of `choose_plan` for the cluster's devices in their present order."""
+    """Return the plan of `choose_plan` for the cluster's devices in their present order. Raises: as
+    of that.
+    """
     if _requires_pipeline(task):
         _check_single_device(task)
         return plan_pipeline(task.for_stages())
@@ -367,6 +369,9 @@ def _or_one_stage_in_microbatches(pipeline: Plan, task: PlanTask, first: Pipelin
 def _one_stage(task: PlanTask) -> Plan:
     """Return a pipeline of one stage over all devices, which may recompute segments and run
     micro-batches.
+
+    Raises:
+        PlanError: nothing fits, or a pin cannot be met.
     """
     num_microbatches = task.options.num_microbatches
     if num_microbatches is None and not _can_be_split(task):
@@ -502,7 +507,9 @@ def _may_be_pipelined(task: PlanTask) -> bool:
 
 
 def _can_be_split(task: PlanTask) -> bool:
-    """Whether some number of micro-batches above 1 gives exactly the full batch's results."""
+    """Whether the smallest number of micro-batches above 1 that may be tried gives exactly the full
+    batch's results.
+    """
     counts = microbatch_counts(task.step, task.cluster, task.options)
     smallest = min((count for count in counts if count > 1), default=None)
     if smallest is None:

@@ -100,7 +100,7 @@ def replan(task: PlanTask, running: Plan) -> Plan:
 
     Raises:
         PlanError: the step uses parameters in another order than the stages have them, has others,
-            or cannot be split.
+            cannot be split, or does not fit.
     """
     cluster = task.cluster.in_order(job_ranks(running.stages))
     micro = _microbatches(task.step, running, cluster.num_devices)

@@ -23,7 +23,7 @@ def plan_on_smaller_batch(
     step: StepGraph, planned: BatchShapes | None, running: Plan
 ) -> Plan | None:
     """Return the running plan if it can execute `step`: the same ops on a batch that is nowhere
-    larger. None if the step needs a plan of its own.
+    larger. None if it cannot, for a pipeline, and if `planned` is None.
 
     Args:
         planned: `batch_shapes` of the step that `running` was made for; None: unknown.

@@ -87,7 +87,8 @@ def _of_rank(record: RankRecord, base: int) -> Iterator[dict[str, Any]]:
 
 
 def _arrows(records: Sequence[RankRecord], base: int) -> Iterator[dict[str, Any]]:
-    """Yield an arrow from each message's sender to its receivers: two events each.
+    """Yield an arrow from each message's sender to its receivers: two events each. Messages that
+    only one side recorded are left out.
 
     Args:
         base: nanoseconds at which the trace begins.

@@ -61,6 +61,9 @@ def clock_offset(group: Any = None) -> int:
 
     The first rank of each other host exchanges the time with rank 0: half of the fastest exchange
     is the time of the way back.
+
+    Args:
+        group: of the ranks; None: all.
     """
     if world_size(group) == 1:
         return 0
@@ -106,6 +109,9 @@ def gather_records(record: RankRecord, group: Any = None) -> list[RankRecord]:
     """Return the records of all ranks on rank 0, on one clock; an empty list elsewhere.
 
     Collective.
+
+    Args:
+        group: of the ranks; None: all.
     """
     if world_size(group) == 1:
         return [record]

@@ -149,7 +149,9 @@ class _Reader:
         return self.box_of(line.args[1], box, end).to(_result_of(line).dtype)
 
     def _concatenated(self, line: RecordedOp, box: Box, end: int) -> Tensor:
-        """Return the slice `box` of a recorded `cat`, made of slices of its operands."""
+        """Return the slice `box` of a recorded `cat`, made of slices of its operands as they were
+        before line `end`.
+        """
         result = _result_of(line)
         dim = _argument(line, 1, "dim", 0) % len(result.size)
         first = box.starts[dim]
@@ -168,7 +170,9 @@ class _Reader:
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
 
     def _stacked(self, line: RecordedOp, box: Box, end: int) -> Tensor:
-        """Return the slice `box` of a recorded `stack`, made of slices of its operands."""
+        """Return the slice `box` of a recorded `stack`, made of slices of its operands as they were
+        before line `end`.
+        """
         result = _result_of(line)
         dim = _argument(line, 1, "dim", 0) % len(result.size)
         part = box.without(dim)

@@ -193,7 +193,7 @@ def written_by(
 
 def generators_of(kwargs: Mapping[str, Any], device: torch.device) -> list[torch.Generator]:
     """Return the generators that a random op may draw from: the one that is passed to it, or the
-    default ones.
+    default ones, also of a GPU if that is its `device`.
     """
     passed = kwargs.get("generator")
     if passed is not None:

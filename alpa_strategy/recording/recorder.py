@@ -278,7 +278,9 @@ class Recorder(TorchDispatchMode):
         return False
 
     def _record(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Record an op and return meta tensors; run it on real ones if it cannot be recorded."""
+        """Record an op and return meta tensors; run it on real ones if it cannot be
+        (`_run_for_real`).
+        """
         try:
             result = func(*pytree.tree_map(to_meta, args), **meta_kwargs(func, kwargs))
         except (NotImplementedError, RuntimeError):
@@ -519,7 +521,8 @@ class Recorder(TorchDispatchMode):
 
     def rank_dependent(self) -> list[Tensor]:
         """Return the tensors that may differ between ranks that ran the same code, in the order of
-        the ops: random states and small data. They may be written to, by `.data`.
+        the ops: random states and small data. They may be written to, by `.data`. CaptureError: one
+        has changed.
 
         Data that is not copied (a file that every rank reads) is taken to be the same.
         """

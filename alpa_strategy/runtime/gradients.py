@@ -86,7 +86,7 @@ class GradientReducer:
 
     def mark_ready(self, name: str) -> None:
         """Record that the local gradient of `name` is complete, and start the buckets that are
-        full.
+        full; nothing while `enabled` is False or `name` is in `held`.
 
         Called by hooks of the backward.
 
@@ -117,7 +117,7 @@ class GradientReducer:
         nothing while `enabled` is False.
 
         Args:
-            completed: called with the parameters of each bucket when it is done.
+            completed: as of `finish_buckets`.
         """
         if not self.enabled:
             return
@@ -295,12 +295,14 @@ class ReplicaReducer(GradientReducer):
             super().mark_ready(name)
 
     def finish(self, completed: Completed | None = None) -> None:
-        """Reduce the remaining gradients, wait for all, and store every one in its parameter.
+        """Reduce the remaining gradients, wait for all, and store every one in its parameter;
+        nothing while `enabled` is False.
 
         A parameter for which no rank has a gradient keeps the gradient that it has.
 
         Args:
-            completed: called with the parameters of each bucket when it is done.
+            completed: as of `finish_buckets`; not called on one rank, nor if gradients are sparse
+                or were made twice.
         """
         if not self.enabled or not self._parameters:
             return
@@ -394,7 +396,7 @@ def average(
 
     As under DDP, a gradient that some devices lack is zero there, and a parameter without a
     gradient on any device keeps none. A gradient that is sparse wherever there is one stays so.
-    Collective over `axis`.
+    Collective over `axis`; nothing on one device.
 
     Args:
         parameters: in the same order on all devices.

@@ -42,7 +42,8 @@ class HostLink:
         self._leaving: deque[tuple[Tensor, torch.cuda.Event]] = deque()
 
     def to_device(self, tensor: Tensor) -> Pending:
-        """Start to copy a host tensor to the device. It must not change before `settle`.
+        """Start to copy a host tensor to the device, and return the pending copy. It must not
+        change before `settle`.
 
         On a CPU the copy is made at once.
         """

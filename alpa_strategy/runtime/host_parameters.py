@@ -126,6 +126,7 @@ class _Fetched(torch.autograd.Function):
     def forward(
         ctx: Any, parameter: Tensor, to_device: Callable[[], Tensor], take: Callable[[Tensor], None]
     ) -> Tensor:
+        """Return the copy; `take` gets its gradient in the backward."""
         ctx.take = take
         ctx.is_made_of_parameters = True
         return to_device()

@@ -57,7 +57,8 @@ class MeshParameters:
     def add(
         self, parameter_input: ParameterInput, plan: ParameterPlan, parameter: nn.Parameter
     ) -> ShardedParameter:
-        """Add a parameter of a stage. Stages on the same devices store it alike.
+        """Add a parameter of a stage and return it; a known one as it was added. Stages on the same
+        devices store it alike.
 
         Args:
             parameter_input: the parameter as an input of the step.
@@ -108,7 +109,7 @@ class MeshParameters:
         look: GradientReader | None,
     ) -> None:
         """Replace the data of all parameters by this rank's shards, and register the hooks that
-        reduce gradients in the backward.
+        reduce gradients in the backward. Gradients of parameters that get shards are dropped.
 
         For the arguments see `ParameterStore.shard`.
         """
@@ -264,8 +265,7 @@ class MeshParameters:
         mesh.
 
         Args:
-            completed: called with the parameters of each bucket when it is done; not called if
-                parameters are in host memory.
+            completed: as of `finish_buckets`; not called if parameters are in host memory.
         """
         if self._host is not None:
             self._host.finish()
@@ -368,6 +368,7 @@ class _ScaledGradient(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, parameter: Tensor, scale: float) -> Tensor:
+        """Return a view of the parameter."""
         # Read by `SavedTensorHooks`.
         ctx.is_made_of_parameters = True
         ctx.scale = scale

@@ -112,7 +112,7 @@ class OwnerStep:
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         """Run the closure, then give the parameters that this device owns their full tensors.
 
-        A hook before the optimizer's step.
+        A hook before the optimizer's step. Collective.
 
         Returns:
             (args, kwargs) of the step with the closure's result in place of the closure; None if
@@ -125,7 +125,7 @@ class OwnerStep:
 
     @torch.no_grad()
     def _after(self, *_: Any) -> None:
-        """Send new values to all devices that store them."""
+        """Send new values to all devices that store them. Collective."""
         fulls = {o.sharded.parameter: o.sharded.parameter.detach() for o in self._owned}
         self._put_shards_back()
         waits = []

@@ -322,7 +322,8 @@ class ParameterStore:
         """Replace every parameter's data by this rank's shard, and register the hooks that reduce
         gradients in the backward. To be called once, before training.
 
-        Parameters of stages on other ranks alone become empty.
+        Parameters of stages on other ranks alone become empty. Gradients of sharded ones are
+        dropped.
 
         Args:
             values: returns the full values of a parameter; they are freed before the next call.
@@ -447,7 +448,8 @@ class ParameterStore:
     def start_gather(self, parts: Mapping[nn.Parameter, Tensor]) -> Callable[[], list[Tensor]]:
         """Start to gather full parameters of one dtype. Collective.
 
-        In one collective if all are sharded along one mesh axis.
+        In one collective if all are sharded along one mesh axis, else it gathers them at once and
+        waits.
 
         Args:
             parts: parameter -> its shard on this rank.
@@ -502,7 +504,7 @@ class ParameterStore:
         """Return this rank's shard (a copy, perhaps empty) of a full tensor.
 
         Tensors of another shape than the full parameter's are returned unchanged, if this rank
-        stores any of the parameter.
+        stores any of the parameter. Of a parameter that is in no stage, `full` is returned.
         """
         known = self._known.get(parameter)
         if known is None:

@@ -18,8 +18,9 @@ from alpa_strategy.ir.plan import Plan
 
 @contextmanager
 def tuned(device: torch.device) -> Iterator[None]:
-    """Context in which a module is sharded on `device`. At its end the memory that planning used is
-    free: in glibc's or this package's allocator on CPUs, in CUDA's cache on GPUs.
+    """Context in which a module is sharded on `device`. At its end, unless it fails, the memory
+    that planning used is free: in glibc's or this package's allocator on CPUs, in CUDA's cache on
+    GPUs.
     """
     allocator = HOST_ALLOCATOR.extra if device.type == "cpu" else None
     if allocator is not None:

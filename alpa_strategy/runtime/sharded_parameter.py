@@ -339,7 +339,7 @@ class ShardedParameter:
         return torch.zeros(self.used_shape, dtype=self.reduce_dtype, device=device)
 
     def put_gradient(self, grad: Tensor) -> None:
-        """Store a reduced gradient, in addition to an earlier one that the user has not cleared.
+        """Store a reduced gradient, added to `complete` or, if gathered once, to the present one.
 
         In host memory it is valid after `HostLink.settle`.
         """

@@ -60,7 +60,7 @@ def can_step_in_parts(optimizer: Optimizer) -> bool:
     """Return whether steps of some parameters each give the same result as one step of all.
 
     True for torch's own optimizers, whose state and counters are per parameter, as long as no hook
-    of the step is registered.
+    of the step is registered and nothing but a scheduler has wrapped it.
     """
     is_torch_optimizer = type(optimizer).__module__.startswith("torch.optim.")
     has_hooks = (
@@ -109,7 +109,9 @@ def fused(optimizers: Iterable[Optimizer]) -> Iterator[None]:
 
 
 def _may_be_fused(group: Mapping[str, Any]) -> bool:
-    """Whether the user left the implementation open, and the fused kernel has the dtypes."""
+    """Whether a group is not differentiable, the user left the implementation open, and the fused
+    kernel has the dtypes.
+    """
     is_chosen = group["fused"] is not None or group["foreach"] is not None
     if is_chosen or group["differentiable"]:
         return False

@@ -139,7 +139,9 @@ def best_transfer(
     target: MeshSide,
     cluster: ClusterSpec,
 ) -> TransferPlan:
-    """Return the faster of the plans with and without local all-gather on `cluster`."""
+    """Return the faster of the plans with and without local all-gather on `cluster`. Raises: as
+    `plan_transfer`.
+    """
     direct = plan_transfer(shape, dtype, source, target)
     gathered = plan_transfer(shape, dtype, source, target, local_gather=True)
     if not gathered.gathers:

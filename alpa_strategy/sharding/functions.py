@@ -40,7 +40,8 @@ def elementwise_dims(call: OpCall, axis_size: int) -> RuleMatch | None:
     """Return the ways to shard a Function that works element by element over `axis_size` devices.
 
     A dim may be sharded if every device runs the same ops with the same constants as the full
-    Function. None if the Function does not work element by element, or draws random numbers.
+    Function. None if the Function does not work element by element, needs tensors with data, or
+    draws random numbers.
     """
     full_record = _recorded(call)
     if full_record is None or full_record.shape is None or full_record.draws:

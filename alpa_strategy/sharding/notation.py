@@ -444,7 +444,7 @@ def _step_around_one(dtype: torch.dtype) -> float | None:
 def to_strategies(call: OpCall, match: RuleMatch, axis_size: int) -> tuple[AxisStrategy, ...]:
     """Return all strategies of `match` on an axis of `axis_size` devices, the repeated one first.
 
-    No duplicates. Ways to divide the work for which a dim has too few elements are left out.
+    No duplicates. Ways to divide the work that do not fit the sizes of dims (`_fits`) are left out.
     """
     strategies = [repeated_strategy(call)]
     operand_grads = _operand_grads(call)

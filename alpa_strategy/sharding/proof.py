@@ -82,8 +82,8 @@ class WholeRun:
         return [*self.operands, *self.results, *grads]
 
     def _is_evidence(self, strategy: AxisStrategy) -> bool:
-        """Return whether equal results prove the strategy: inf hides differences of partial
-        values.
+        """Return whether equal results prove the strategy: not with any inf if values are partial
+        or complex, whose differences it hides.
         """
         has_partial_values = PARTIAL in strategy.inputs or REPLICATE in strategy.outputs
         for tensor in self._tensors():
@@ -263,7 +263,7 @@ def _close(a: Tensor, b: Tensor, tolerance: float, scale: float) -> bool:
 
 
 def _scale(tensors: Sequence[Tensor]) -> float:
-    """Return the largest finite absolute value of all tensors; 0.0 if there is none."""
+    """Return the largest finite absolute value of floating and complex tensors, 0.0 if none."""
     largest = 0.0
     for tensor in tensors:
         has_scale = tensor.is_floating_point() or tensor.is_complex()

@@ -108,7 +108,8 @@ def prove_sharding(
 
     Forward and backward, in this process on the CPU, without process groups: on the example and on
     a dozen kinds of random data of the same shapes and dtypes. A few elements per dim are enough.
-    Give dims different sizes, at least `num_devices`.
+    Give dims different sizes, at least `num_devices`. Strategies of this package that communicate
+    inside the op are left out.
 
     Args:
         op: as for `register_sharding`, by name; its first overload if none is named.
@@ -121,8 +122,8 @@ def prove_sharding(
         full, with partial gradients.
 
     Raises:
-        ShardingError: a strategy does not give the full op's results or gradients, or the op
-            refuses the example or draws random numbers.
+        ShardingError: a strategy does not give the full op's results or gradients, there is no such
+            op, or it refuses the example or draws random numbers.
     """
     call, operands = call_on(_overloads(op)[0], example_args, example_kwargs or {})
     random_state = torch.get_rng_state()

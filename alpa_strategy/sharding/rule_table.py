@@ -292,7 +292,8 @@ def library_rule(target: Any) -> RegisteredRule | None:
 def registered_rule(target: Any) -> RegisteredRule | None:
     """Return the registered rule of an op, or None.
 
-    Of its overload, else of all overloads, or of its autograd.Function.
+    Of its overload, else of all overloads, or of its autograd.Function, for which a rule of
+    `library_rule` counts as well.
     """
     if target in CUSTOM_OPS:
         return REGISTERED.get(CUSTOM_OPS[target].function) or library_rule(target)

@@ -512,8 +512,8 @@ def plan_order(
     most_in_all: float = MAX_TOTAL_ENTRIES,
     outer: Collection[int] = (),
 ) -> Order | None:
-    """Return an order of elimination whose tables have at most that many entries; None if there is
-    none.
+    """Return an order of elimination whose tables have at most that many entries; None if neither
+    of the two that are tried is such.
 
     Args:
         most_a_table: entries of one table.

@@ -46,8 +46,8 @@ def solve_program(
     of CPU time.
 
     `hint` is an assignment to start the integer search from, `tolerance` a relative gap at which it
-    ends. Never prints. Returns a true bound in seconds (inf: proved that no assignment exists), and
-    the solution (None: not in time).
+    ends. Never prints. Returns a true bound in seconds (inf: proved that no assignment exists;
+    -inf: nothing is proved), and the solution (None: not in time).
     """
     from ortools.math_opt import parameters_pb2, result_pb2, solution_pb2
     from pybind11_abseil.status import StatusNotOk

@@ -81,8 +81,8 @@ def solve(
 
     Raises:
         NoCheaperSolution: as soon as it is proved that no assignment is cheaper than `cutoff`.
-        PlanError: no assignment has a finite cost, or none fits into the memory limit (the message
-            has the least bytes).
+        PlanError: no assignment has a finite cost, none was found in time, or none fits into the
+            memory limit (DoesNotFitError, with the least bytes).
     """
     deadline = time.process_time() + time_limit
     problem = with_shared_arrays(problem)
@@ -392,8 +392,8 @@ def _by_program(
 
 
 def _round(problem: Problem, mass: Mass | None, near: lagrangian.Neighbourhood) -> list[int] | None:
-    """Return the best assignment near a (fractional) solution that is finite and within the memory
-    limit; None if there is none.
+    """Return the best assignment near a (fractional) solution, or near the cheapest strategies if
+    `mass` is None, that is finite and within the memory limit; None if there is none.
     """
     start = (
         [int(m.argmax()) for m in mass]
