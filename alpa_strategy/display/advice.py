@@ -85,7 +85,16 @@ def best_change(plan: Plan, memory_limit: float | None = None) -> str | None:
     if mean > MOST_IDLE:
         return _advice_on_idle_devices(plan, idle, mean)
     share = parts["compute"] / sum(parts.values())
-    return f"computation takes {share:.0%} of the step: only more or faster devices shorten it"
+    return f"computation takes {share:.0%} of the step: {_advice_on_computation(plan)}"
+
+
+def _advice_on_computation(plan: Plan) -> str:
+    """Return what shortens a step of computation alone."""
+    executions = [stage.execution for stage in plan.stages]
+    is_compiled = any(execution is not None and execution.compiled for execution in executions)
+    if is_compiled:
+        return "only more or faster devices shorten it"
+    return "compile=True may shorten it, and more or faster devices do"
 
 
 def _pins_of_waiting(plan: Plan) -> list[str]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from rich.text import Text
 
 from alpa_strategy.display.stage_groups import devices_text, group_sizes
-from alpa_strategy.ir.plan import Plan, StagePlan, Storage, TaskFigures
+from alpa_strategy.ir.plan import Plan, StagePlan, TaskFigures
 from alpa_strategy.units import format_bytes, format_flops, format_rate, format_share
 
 # Ops with a parameter as operand: their name -> the position of the parameter.
@@ -111,7 +111,7 @@ def _elements_by_storage(stage: StagePlan, axis: int) -> Counter[str]:
         shape = stage.shapes.get(name, ())
         if mode.is_gathered_once:
             kind = "once"
-        elif mode.storage is Storage.REPLICATE:
+        elif mode.is_unsharded:
             kind = "full"
         elif mode.dim == 0 and len(shape) == 3:
             kind = "experts"
@@ -171,8 +171,7 @@ def _uses_shards(stage: StagePlan, axis: int) -> bool:
     num_sharded = 0
     for name, plan in stage.parameter_plans.items():
         mode = plan.modes[axis]
-        is_shard = mode.storage is not Storage.REPLICATE and not mode.is_gathered_once
-        num_sharded += is_shard and len(stage.shapes.get(name, ())) > 1
+        num_sharded += mode.is_shard and len(stage.shapes.get(name, ())) > 1
     num_divided, _ = _products(stage, axis)
     return num_divided >= num_sharded > 0
 

@@ -11,6 +11,7 @@ from cli.test_timeline import staged
 
 from alpa_strategy.display.advice import best_change
 from alpa_strategy.display.timeline import plan_timeline
+from alpa_strategy.ir.execution import CompiledExecution, Execution
 from alpa_strategy.ir.plan import Collective, Plan, Predicted, TaskFigures
 
 
@@ -59,6 +60,11 @@ def test_collectives_between_ops_need_faster_links() -> None:
 def test_a_step_of_computation_needs_devices() -> None:
     plan = one_stage(compute=0.97, communication=0.03)
     text = best_change(plan)
+    expected = "compile=True may shorten it, and more or faster devices do"
+    assert text == f"computation takes 97% of the step: {expected}"
+    execution = Execution((), (), {}, (), compiled=CompiledExecution((), ()))
+    compiled = replace(plan.stages[0], execution=execution)
+    text = best_change(replace(plan, stages=(compiled,)))
     assert text == "computation takes 97% of the step: only more or faster devices shorten it"
 
 

@@ -293,6 +293,19 @@ def test_words_name_matrices_that_are_divided_beside_data_parallelism():
     assert "partly up to 4-way tensor parallel (most in stage 0)" in plan_words(plan)
 
 
+@pytest.mark.parametrize("mode", ["R", "R*"])
+def test_words_do_not_take_parameters_that_are_stored_in_full_for_zero3(mode):
+    stage = replace(
+        gpt_plan(1).stages[0],
+        submesh=(1, 2),
+        logical_mesh=(2,),
+        parameter_plans={"fc.weight": ParameterPlan.parse(mode)},
+        shapes={"fc.weight": (64, 64)},
+        strategies={"linear_0": (AxisStrategy.parse("S0,R*->S0"),)},
+    )
+    assert plan_words(replace(gpt_plan(1), stages=(stage,))) == "2-way data parallel"
+
+
 def test_words_tell_tokens_of_a_sequence_from_samples():
     by_samples, by_tokens = map(AxisStrategy.parse, ("S0,R*->S0", "S1,R*->S1"))
     stage = replace(

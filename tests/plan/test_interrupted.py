@@ -185,7 +185,9 @@ def test_a_training_that_was_killed_while_it_was_planned_goes_on(tmp_path):
 
 
 # Shares of the seconds that follow the capture: before it nothing is stored.
-MOMENTS = (0.05, 0.3, 0.55, 0.75, 0.95)
+# Of the seconds after the start. The last fifth may be over when another process slows the machine:
+# the page is written then, and the plan is stored.
+MOMENTS = (0.05, 0.25, 0.45, 0.65, 0.8)
 # Beyond the start and what was left to do: what was being computed is computed again. The issue's
 # limit is 5 s. The stage DP is stored per schedule, which has not been measured here yet.
 LOST_SECONDS = 15.0
