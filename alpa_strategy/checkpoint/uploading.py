@@ -145,7 +145,8 @@ def _on_all_ranks(work: Callable[[], Any], url: str, folder: Path | None, group:
         folder: with this attempt's files, for the message.
 
     Raises:
-        CheckpointError: it raised on any rank; raised on all.
+        AlpaError: `work` raised it on a rank: that of the lowest one; CheckpointError for any other
+            error. Raised on all ranks.
     """
 
     def checked() -> Any:

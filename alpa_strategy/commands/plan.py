@@ -106,7 +106,8 @@ def _add_search_arguments(plan: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Plan the recipe, or a model by its name, print the plan, store it with its page if a file is
-    given, and return 0. An output that cannot be written is an OptionError before the planning.
+    given, and return 0. An output that is a directory, or has an impossible name, is an OptionError
+    before the planning.
 
     Raises:
         AlpaError: an argument is wrong, the step cannot be captured, or nothing fits.

@@ -277,8 +277,9 @@ class ActivationBudget:
         """Return whether module `name` has to be recomputed because the budget is too small for it
         and all modules that are still to be called.
 
-        The first call in a pass decides. A module with arguments other than tensors, numbers and
-        strings is not recomputed: it may change them.
+        The first call in a pass whose arguments are tensors, numbers, strings, None or containers
+        of these decides. Before it, a call with others is not recomputed: the module may change
+        them.
         """
         leaves = list(arguments)
         if not all(isinstance(leaf, _PLAIN) for leaf in leaves):

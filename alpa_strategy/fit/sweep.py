@@ -38,7 +38,8 @@ def read_sweep(text: str, cluster: ClusterSpec) -> list[ClusterSpec]:
     """Return the cluster with each number of devices of `devices=8,16,32`.
 
     Raises:
-        OptionError: the text has another form, or a number does not divide into nodes.
+        OptionError: the text has another form, or a number is 0, or more than a node but no full
+            nodes.
     """
     match = re.fullmatch(r"devices=(\d{1,7}(?:,\d{1,7})*)", text)
     if match is None:

@@ -65,7 +65,8 @@ class HFCheckpoint(Callback):
 
     @override
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
-        """Start to save the model in the background, every `every_n_steps` optimizer steps.
+        """Save the model every `every_n_train_steps` optimizer steps, after an earlier upload is
+        complete. To a URL, files are uploaded in the background.
 
         Raises:
             CheckpointError: an earlier upload failed.

@@ -461,7 +461,9 @@ class RematSpans:
     starts: Sequence[int] = (0,)
 
     def of_choice(self, choice: int) -> int | None:
-        """Return the segment of a choice of the problem; None if the choice is no op."""
+        """Return the segment of a choice of the problem, `PER_STEP` for an op that runs once per
+        step; None if the choice is no op.
+        """
         op = choice - len(self.intra.parameters)
         if not 0 <= op < len(self.intra.ops):
             return None

@@ -27,7 +27,7 @@ def chunk_range(size: int, num_chunks: int, index: int) -> tuple[int, int]:
 
 
 def chunk_sizes(size: int, num_chunks: int) -> tuple[int, ...]:
-    """Return the sizes of all chunks, in order; they sum to `size`."""
+    """Return the sizes of all chunks, in order, as of `chunk_range`; they sum to `size`."""
     sizes = []
     for index in range(num_chunks):
         start, stop = chunk_range(size, num_chunks, index)

@@ -47,8 +47,8 @@ def measured_model(plan: Plan, measured: MeasuredSteps | None) -> dict[str, Any]
 
 
 def _timeline(profiled: ProfiledSteps, plan: Plan) -> dict[str, Any]:
-    """Return the profiled step over time as JSON data, with a lane per rank. Fields as of
-    `model._timeline`.
+    """Return the profiled step over time as JSON data, with a lane per mesh: its first rank's.
+    Fields as of `model._timeline`, without `idleSeconds`.
     """
     actions = []
     ends = []

@@ -330,7 +330,16 @@ class _Reasons:
         share = more / self.chosen.seconds
         parts = ", ".join(f"{_signed(seconds)} {part}" for part, seconds in self._parts(best))
         of_parts = f": {parts}" if parts else ""
-        return f"{best.layout} is the next best, {_signed(more)} a step ({share:+.1%}){of_parts}."
+        of_step = f"{_signed(more)} a step ({share:+.1%})"
+        stage_more = best.stage_seconds - self.chosen.stage_seconds
+        if stage_more > 0 > more:
+            # The step is simulated with all stages; each of them was solved by its own seconds.
+            return (
+                f"{best.layout} is the next best: this stage, which was solved by its own seconds,"
+                f" would take {format_seconds(stage_more)} more{of_parts}. The step with all stages"
+                f" changes by {of_step}."
+            )
+        return f"{best.layout} is the next best, {of_step}{of_parts}."
 
     def _parts(self, best: LayoutChoice) -> Iterator[tuple[str, float]]:
         """Yield the parts of the stage's step that change: (name, seconds that `best` takes more

@@ -162,7 +162,13 @@ def step_with(job: StageCostTask, plan: Plan, index: int, solved: SolvedStage) -
 def _simulated(
     job: StageCostTask, plan: Plan, pipeline: Sequence[tuple[float, float, float, float]]
 ) -> float:
-    """Return the seconds of a step, simulated with each stage's seconds in `pipeline`."""
+    """Return the seconds of a step, simulated with each stage's seconds.
+
+    Args:
+        job: of the stages.
+        plan: whose schedule and stages are simulated.
+        pipeline: one of the `pipelines` of `simulated_seconds`.
+    """
     overhead = runtime_seconds(job.cluster.device)
     num_meshes = len({stage.first_device for stage in plan.stages})
     (seconds,) = simulated_seconds(

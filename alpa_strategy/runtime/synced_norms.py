@@ -25,7 +25,8 @@ def synced(
 
     Args:
         module: whose batch norms are synchronized.
-        all_norms: every BatchNorm instead of SyncBatchNorms that name no process group.
+        all_norms: every BatchNorm, not SyncBatchNorms alone. Those that name a process group are
+            left out.
         ranks: returns the ranks; called only if there is a batch norm to synchronize.
     """
     kind = _BatchNorm if all_norms else nn.SyncBatchNorm

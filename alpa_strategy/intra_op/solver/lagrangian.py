@@ -112,11 +112,11 @@ def best_price(
 
 def splice(problem: Problem, over: Solution, under: Solution, near: "Neighbourhood") -> Solution:
     """Return the first choices (in the order of the graph) of one point and the last of the other,
-    as many of `over` as fit, improved by single moves.
+    as many of `over` as fit, improved by single moves; never slower than `under`.
 
     Args:
         over: a point above the memory limit.
-        under: one within it, which is never slower than the result.
+        under: one within it.
         near: of the problem.
 
     In a deep model of equal layers the two points differ in every layer and are connected
