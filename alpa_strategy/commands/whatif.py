@@ -405,25 +405,32 @@ def _reasons(before: Plan, after: Plan, unchanged: UnchangedPlan) -> list[str]:
     """
     lines = []
     step = after.predicted.step_seconds
-    is_faster = True
+    outcome = "which is faster there"
     if unchanged.seconds is None:
         lines.append(f"The plan as it is cannot be used there: {unchanged.problem}.")
+        outcome = "which fits there"
     else:
         limit = format_bytes(unchanged.memory_limit)
         memory = f"{format_bytes(unchanged.peak_bytes)} of {limit} a device"
         line = f"The plan as it is would take {format_seconds(unchanged.seconds)} a step there"
         saved = unchanged.seconds - step
-        is_faster = saved > 1e-3 * unchanged.seconds
+        noticeable = 1e-3 * unchanged.seconds
         if not unchanged.fits:
             lines.append(f"{line}, but does not fit: it needs {memory}.")
-        elif is_faster:
+            outcome = "which fits there"
+        elif saved > noticeable:
             lines.append(f"{line}, and fits: {memory}. The new plan saves {format_seconds(saved)}.")
+        elif saved < -noticeable:
+            # An option that was set excludes the plan as it is.
+            more = format_seconds(-saved)
+            lines.append(
+                f"{line}, and fits: {memory}. The plan that is asked for takes {more} more."
+            )
+            outcome = "which is slower there"
         else:
             lines.append(f"{line}, and fits: {memory}. No other plan is faster.")
+            outcome = "which is as fast there"
     old_stages, new_stages = stages_text(before), stages_text(after)
     if old_stages != new_stages:
-        outcome = "which is faster there" if is_faster else "which is as fast there"
-        if not unchanged.fits:
-            outcome = "which fits there"
         lines.append(f"It has {new_stages}, {outcome}; the plan as it is has {old_stages}.")
     return [*lines, *findings(after)]

@@ -90,9 +90,8 @@ def best_change(plan: Plan, memory_limit: float | None = None) -> str | None:
 
 def _advice_on_computation(plan: Plan) -> str:
     """Return what shortens a step of computation alone."""
-    executions = [stage.execution for stage in plan.stages]
-    is_compiled = any(execution is not None and execution.compiled for execution in executions)
-    if is_compiled:
+    execution = plan.stages[0].execution
+    if execution is not None and execution.compiled is not None:
         return "only more or faster devices shorten it"
     return "compile=True may shorten it, and more or faster devices do"
 

@@ -7,6 +7,7 @@ all other layouts follow it, and memory binds as it does in the plan.
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 
 import numpy as np
 
@@ -66,19 +67,22 @@ class _Subject:
 
 def _place(graph: StepGraph, plan: Plan, name: str) -> tuple[int, _Subject]:
     """Return the index of the stage of a parameter or op (the first, if several have it), and the
-    parameter or op.
+    parameter or op. A name with `*`, as `alpa show` has it for equal layers, stands for the first
+    of them.
 
     Raises:
         PlanError: there is none.
     """
     names = {alias: of.name for of in graph.parameters for alias in of.names}
+    known = [*names, *(op for stage in plan.stages for op in stage.strategies)]
+    if "*" in name:
+        name = next((other for other in known if fnmatchcase(other, name)), name)
     parameter = names.get(name, name)
     for index, stage in enumerate(plan.stages):
         if parameter in stage.parameter_plans:
             return index, _Subject(parameter, True)
         if name in stage.strategies:
             return index, _Subject(name, False)
-    known = [*names, *(op for stage in plan.stages for op in stage.strategies)]
     near = did_you_mean(name, known)
     raise PlanError(
         f"the plan has no parameter or op {name!r}",

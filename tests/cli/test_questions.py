@@ -183,6 +183,9 @@ def test_whatif_says_whether_the_unchanged_plan_still_fits(plans, capsys):
     assert not too_large.fits
     (line, *_) = _reasons(plan, plan, too_large)
     assert "does not fit: it needs 1.00 GiB of 512 MiB" in line
+    excluded = replace(fits, seconds=step / 2)
+    (line, *_) = _reasons(plan, plan, excluded)
+    assert line.endswith(f"The plan that is asked for takes {format_seconds(step / 2)} more.")
     table = _overview([Variation("a"), Variation("b")], [plan, plan], [fits, too_large])
     make_console().print(table)
     out = capsys.readouterr().out

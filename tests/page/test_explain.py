@@ -122,6 +122,12 @@ def test_an_unknown_name_is_an_error_that_names_a_near_one():
         explain(task, plan, f"{name}s")
 
 
+def test_a_name_with_a_star_stands_for_the_first_of_equal_layers():
+    plan, task = planned("gpt")
+    names = [name for name in plan.stages[0].parameter_plans if ".0." in name]
+    assert explain(task, plan, names[0].replace(".0.", ".*.")).name == names[0]
+
+
 def test_a_plan_explains_itself_until_it_is_stored(tmp_path):
     plan, task = planned("mlp")
     name = next(iter(plan.stages[0].parameter_plans))
