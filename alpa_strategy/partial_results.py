@@ -89,7 +89,6 @@ class PartialResults:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
-        self.report()
         if kind is None or issubclass(kind, AlpaError):
             self.done()
 
@@ -270,9 +269,10 @@ class PartialResults:
             )
 
     def done(self) -> None:
-        """Delete the files of this planning, and their folder and its parent if they are empty: its
-        plan is stored, or there is none.
+        """Report the used results, if `report` has not, and delete the files of this planning, and
+        their folder and its parent if they are empty: its plan is stored, or there is none.
         """
+        self.report()
         if self.folder is not None:
             for name in self._touched:
                 _delete(self.folder / name)

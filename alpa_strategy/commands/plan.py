@@ -138,7 +138,7 @@ def run(arguments: argparse.Namespace) -> int:
     # stored.
     with PartialResults(_folder_of_results(arguments), progress.tell) as results:
         if request is not None:
-            plan, task = plan_by_name(request, arguments, cluster, overrides)
+            plan, task = plan_by_name(request, arguments, cluster, overrides, progress)
         else:
             plan, task, batch_size = _plan_recipe(
                 arguments, cluster, overrides, console, progress, results

@@ -47,12 +47,9 @@ class Candidates:
         """Return the seconds of gathering parameters (ZeRO-3) that nothing hides; 0 if parameters
         and gradients fit without.
         """
-        num_bytes = 0.0
-        for parameter in self.task.step.parameters:
-            num_bytes += parameter.meta.num_bytes
         shape = configuration.logical_mesh
         num_shards = configuration.num_stages * math.prod(shape[1:])
-        if 2 * num_bytes / num_shards <= self.task.memory_limit:
+        if 2 * self.solvers.parameter_bytes / num_shards <= self.task.memory_limit:
             return 0.0
         return (1 - self.task.cluster.overlap) * self.solvers.gather_seconds(configuration)
 

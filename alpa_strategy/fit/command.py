@@ -131,6 +131,7 @@ def plan_by_name(
     arguments: argparse.Namespace,
     cluster: ClusterSpec,
     overrides: Sequence[str],
+    progress: Progress,
 ) -> tuple[Plan, "PlanTask"]:
     """Plan a model of Hugging Face, print the answer, and return the plan with its task.
 
@@ -139,6 +140,7 @@ def plan_by_name(
         arguments: of `alpa plan`.
         cluster: to plan for.
         overrides: `strategy.key=value`, options of the plan.
+        progress: of capture and planning.
 
     Raises:
         AlpaError: the request is wrong, the step cannot be captured, or nothing fits.
@@ -148,7 +150,6 @@ def plan_by_name(
     from alpa_strategy.fit.task import captured
 
     options = read_options(overrides)
-    progress = Progress()
     console = make_console()
     if options.costs is None:
         warn_of_rates(console, request.precision, cluster)

@@ -88,7 +88,12 @@ def stage_bytes(cost: StageCost, alive: int, remat: bool, share: float) -> float
 
 def stored_bytes(cost: StageCost, alive: int, remat: bool) -> float:
     """Return the bytes of a layer that stay while others compute."""
-    return cost.always + (cost.segment_inputs if remat else cost.saved) * alive
+    return cost.always + kept_bytes(cost, alive, remat)
+
+
+def kept_bytes(cost: StageCost, alive: int, remat: bool) -> float:
+    """Return the bytes of a layer's activations that stay until its backward."""
+    return (cost.segment_inputs if remat else cost.saved) * alive
 
 
 def turn_bytes(cost: StageCost, remat: bool) -> float:

@@ -6,6 +6,7 @@ from dataclasses import replace
 from alpa_strategy.fit.configurations import (
     Configuration,
     Estimate,
+    kept_bytes,
     stage_bytes,
     stored_bytes,
     turn_bytes,
@@ -51,8 +52,6 @@ class Estimates:
         if least_bytes > limit:
             raise does_not_fit("a device needs about", least_bytes, limit)
 
-        share = self._layer_share(configuration.num_stages)
-        submesh = self.solvers.submesh(configuration.num_stages)
         least_bytes = math.inf
         fitting: list[Estimate] = []
         for names in ((), *self.names(configuration.logical_mesh)):
@@ -64,10 +63,10 @@ class Estimates:
                 continue
             if names and self.least_bytes_of_named(named) > limit:
                 continue
-            middle = self._middle(named, submesh)
+            middle = self._middle(named)
             num_bytes = self._bytes_of_stage(named, middle)
             if num_bytes <= limit:
-                seconds = self._step_seconds(named, middle.cost, share)
+                seconds = self._step_seconds(named, middle.cost)
                 fitting.append(Estimate(seconds, named))
             least_bytes = min(least_bytes, num_bytes)
         if not fitting:
@@ -90,20 +89,19 @@ class Estimates:
 
     def least_bytes_of_stage(self, configuration: Configuration) -> float:
         """Return the bytes of a stage of middle layers if its devices shared them evenly."""
-        num_devices = math.prod(self.solvers.submesh(configuration.num_stages))
-        share = num_devices * self._layer_share(configuration.num_stages)
-        always = self._middle_alone(configuration).always / share
-        return always + self._least_activation_bytes(configuration)
-
-    def _least_activation_bytes(self, configuration: Configuration) -> float:
-        """Return the bytes of the activations of a stage of middle layers, as of
-        `least_bytes_of_stage`.
-        """
         cost = self._middle_alone(configuration)
-        in_flight = self.solvers.alive(configuration)[0]
-        of_layer = (cost.segment_inputs if configuration.remat else cost.saved) * in_flight
+        alive = self.solvers.alive(configuration)[0]
+        of_layer = stored_bytes(cost, alive, configuration.remat)
+        return self._shared_evenly(of_layer, configuration)
+
+    def _shared_evenly(self, num_bytes: float, configuration: Configuration) -> float:
+        """Return the bytes of a device of a stage whose devices share all evenly.
+
+        Args:
+            num_bytes: of a middle layer.
+        """
         num_devices = math.prod(self.solvers.submesh(configuration.num_stages))
-        return of_layer / num_devices / self._layer_share(configuration.num_stages)
+        return num_bytes / num_devices / self._layer_share(configuration.num_stages)
 
     def least_bytes_of_named(self, configuration: Configuration) -> float:
         """Return a lower bound of the bytes of a device under a named plan: of parameters and
@@ -116,11 +114,12 @@ class Estimates:
         for name, size in zip(configuration.names, configuration.logical_mesh, strict=True):
             if name != "zero2":
                 num_shards *= size
-        num_bytes = 0.0
         # Offloaded parameters are in host memory.
-        if not self.task.options.offload:
-            num_bytes += sum(parameter.meta.num_bytes for parameter in self.task.step.parameters)
-        return num_bytes / num_shards + self._least_activation_bytes(configuration)
+        num_bytes = 0 if self.task.options.offload else self.solvers.parameter_bytes
+        cost = self._middle_alone(configuration)
+        alive = self.solvers.alive(configuration)[0]
+        activations = kept_bytes(cost, alive, configuration.remat)
+        return num_bytes / num_shards + self._shared_evenly(activations, configuration)
 
     def names(self, shape: tuple[int, ...]) -> list[tuple[str, ...]]:
         """Return named plans that need less memory than the fastest one, an entry per mesh axis; []
@@ -139,9 +138,8 @@ class Estimates:
         """
         if math.isinf(seconds):
             return False
-        cost = self._middle(configuration, self.solvers.submesh(configuration.num_stages)).cost
-        share = self._layer_share(configuration.num_stages)
-        return self._step_seconds(configuration, cost, share) >= seconds
+        cost = self._middle(configuration).cost
+        return self._step_seconds(configuration, cost) >= seconds
 
     def _gathers_too_long(self, configuration: Configuration, seconds: float) -> bool:
         """Whether a named plan gathers parameters for each micro-batch (ZeRO-3), and takes
@@ -171,8 +169,7 @@ class Estimates:
             middle: its middle layer.
         """
         job = self.solvers.of(configuration).job
-        submesh = self.solvers.submesh(configuration.num_stages)
-        last = self._layer(configuration, job.num_layers - 1, submesh)
+        last = self._layer(configuration, job.num_layers - 1)
         remat = configuration.remat
         turn_of_last = turn_bytes(last.cost, remat)
         seconds = self.solvers.layer_seconds
@@ -184,19 +181,29 @@ class Estimates:
         stored += stored_bytes(last.cost, 1, remat)
         return stored + max(turn_bytes(middle.cost, remat), turn_of_last)
 
-    def _middle(self, configuration: Configuration, submesh: tuple[int, int]) -> SolvedStage:
-        """Return the middle layer alone, in the fastest layouts that the configuration allows."""
+    def _middle(
+        self, configuration: Configuration, submesh: tuple[int, int] | None = None
+    ) -> SolvedStage:
+        """Return `_layer` of the middle layer."""
         middle = self.solvers.of(configuration).job.num_layers // 2
         return self._layer(configuration, middle, submesh)
 
     def _layer(
-        self, configuration: Configuration, layer: int, submesh: tuple[int, int]
+        self, configuration: Configuration, layer: int, submesh: tuple[int, int] | None = None
     ) -> SolvedStage:
-        """Return a layer alone, in the fastest layouts that the configuration allows."""
+        """Return a layer alone, in the fastest layouts that the configuration allows.
+
+        Args:
+            configuration: of the stages.
+            layer: its index.
+            submesh: on which it is; None: that of the configuration's stages.
+        """
         solver = self.solvers.of(configuration)
         alive = self.solvers.alive(configuration)[0]
         request = self.solvers.request(solver.job, layer, layer + 1, configuration, alive)
-        return solver.fastest(replace(request, submesh=submesh))
+        if submesh is not None:
+            request = replace(request, submesh=submesh)
+        return solver.fastest(request)
 
     def _middle_alone(self, configuration: Configuration) -> StageCost:
         """Return the cost of the middle layer on one device, which meshes and stages of other sizes
@@ -209,9 +216,9 @@ class Estimates:
             self._costs_alone[key] = self._middle(alone, (1, 1)).cost
         return self._costs_alone[key]
 
-    def _step_seconds(self, configuration: Configuration, cost: StageCost, share: float) -> float:
-        """Return the simulated seconds of equal stages, each of 1 / share layers of that cost."""
-        layers = 1 / share
+    def _step_seconds(self, configuration: Configuration, cost: StageCost) -> float:
+        """Return the simulated seconds of equal stages of middle layers of that cost."""
+        layers = 1 / self._layer_share(configuration.num_stages)
         forward = layers * cost.forward
         backward = layers * cost.backward + (forward if configuration.remat else 0.0)
         stage = (forward, backward, layers * cost.once, 0.0)

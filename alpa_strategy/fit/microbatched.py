@@ -1,7 +1,7 @@
 """The graphs of one captured step in micro-batches."""
 
 from alpa_strategy.ir.graph import StepGraph
-from alpa_strategy.microbatch.transform import microbatch
+from alpa_strategy.microbatch.transform import microbatch, ranks_with_samples
 
 
 class MicrobatchedGraphs:
@@ -18,8 +18,7 @@ class MicrobatchedGraphs:
         Raises:
             PlanError: the step cannot be split so.
         """
-        # A batch of all ranks together has no parts of single ranks.
-        num_ranks = num_devices if self.step.batch_scope == "rank" else 1
+        num_ranks = ranks_with_samples(self.step, num_devices)
         key = num_microbatches, num_ranks
         if key not in self._graphs:
             self._graphs[key] = microbatch(self.step, num_microbatches, num_ranks).graph

@@ -72,10 +72,9 @@ def search_regular(
         best = search.best_of(search.candidates.small())
     if best is None:
         best = search.best_within_limit()
-    if best is None and not search.failures:
-        raise no_faster_plan(faster_than)
     if best is None:
-        raise nothing_fits(search.failures, task.memory_limit)
+        failures = search.failures
+        raise nothing_fits(failures, task.memory_limit) if failures else no_faster_plan(faster_than)
     # Unequal stages and other schedules were not looked at.
     return with_figures(replace(best, gap=NO_BOUND), task)
 

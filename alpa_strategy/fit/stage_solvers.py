@@ -118,13 +118,9 @@ class ConfigurationSolvers:
         shape = configuration.logical_mesh
         if shape[0] == 1:
             return 0.0
-        num_bytes = 0.0
-        step = self.task.step
-        for parameter in step.parameters:
-            num_bytes += parameter.meta.num_elements * step.dtypes_read[parameter.name].itemsize
         num_shards = configuration.num_stages * math.prod(shape[1:])
         mesh = self.task.cluster.logical_mesh(shape, self.submesh(configuration.num_stages))
-        seconds = 3 * mesh.axes[0].seconds("all_gather", num_bytes / num_shards)
+        seconds = 3 * mesh.axes[0].seconds("all_gather", self._read_bytes / num_shards)
         return configuration.num_microbatches * seconds
 
     def alive(self, configuration: Configuration) -> Sequence[int]:
@@ -132,6 +128,20 @@ class ConfigurationSolvers:
         if configuration.num_stages == 1:
             return (1,)
         return in_flight(SCHEDULE, configuration.num_stages, configuration.num_microbatches)
+
+    @cached_property
+    def parameter_bytes(self) -> int:
+        """Bytes of all parameters as they are stored."""
+        return sum(parameter.meta.num_bytes for parameter in self.task.step.parameters)
+
+    @cached_property
+    def _read_bytes(self) -> int:
+        """Bytes of all parameters in the dtypes in which the step reads them."""
+        step = self.task.step
+        num_bytes = 0
+        for parameter in step.parameters:
+            num_bytes += parameter.meta.num_elements * step.dtypes_read[parameter.name].itemsize
+        return num_bytes
 
     @property
     def num_layers(self) -> int:

@@ -92,12 +92,18 @@ def microbatch(step: StepGraph, num_microbatches: int, num_ranks: int = 1) -> Mi
         graph = step.bare(step.escaping, step.loss)
         return MicroStep(1, graph, states=dict.fromkeys(step.escaping, WHOLE))
 
-    if step.batch_scope != "rank":
-        num_ranks = 1
+    num_ranks = ranks_with_samples(step, num_ranks)
     num_runs = _num_runs(step, num_microbatches, num_ranks)
     _check_divisible(step, num_microbatches, num_runs)
     states = find_states(step, num_microbatches, num_runs)
     return _Writer(step, num_microbatches, states, num_runs).write()
+
+
+def ranks_with_samples(step: StepGraph, num_ranks: int) -> int:
+    """Return how many ranks have samples of their own in the batch of `step`: `num_ranks`, or 1 if
+    the batch is that of all ranks together.
+    """
+    return num_ranks if step.batch_scope == "rank" else 1
 
 
 def _num_runs(step: StepGraph, num_microbatches: int, num_ranks: int) -> int:

@@ -323,8 +323,8 @@ class _Reasons:
         assert best.seconds is not None
         assert self.chosen.seconds is not None
         more = best.seconds - self.chosen.seconds
+        stage_more = best.stage_seconds - self.chosen.stage_seconds
         if abs(more) <= SAME_SHARE * self.chosen.seconds:
-            stage_more = best.stage_seconds - self.chosen.stage_seconds
             if len(self.plan.stages) > 1 and stage_more > SAME_SHARE * self.chosen.stage_seconds:
                 return (
                     f"{best.layout} would take {format_seconds(stage_more)} more in this stage,"
@@ -335,7 +335,6 @@ class _Reasons:
         parts = ", ".join(f"{_signed(seconds)} {part}" for part, seconds in self._parts(best))
         of_parts = f": {parts}" if parts else ""
         of_step = f"{_signed(more)} a step ({share:+.1%})"
-        stage_more = best.stage_seconds - self.chosen.stage_seconds
         if stage_more > 0 > more:
             # The step is simulated with all stages; each of them was solved by its own seconds.
             return (

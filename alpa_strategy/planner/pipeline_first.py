@@ -112,7 +112,7 @@ def _least_seconds(task: PlanTask, shared_seconds: float) -> dict[tuple[int, ...
         "least",
         key=lambda: Key(job.content, shared_seconds),
         compute=lambda: least_one_stage_seconds(job, shared_seconds),
-        encode=lambda seconds: {"seconds": [[*pair] for pair in seconds.items()]},
+        encode=lambda seconds: {"seconds": [*seconds.items()]},
         decode=lambda record: {tuple(shape): float(bound) for shape, bound in record["seconds"]},
     )
 
