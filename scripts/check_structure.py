@@ -76,6 +76,7 @@ LAZY_FILES = {
     "lightning/job.py": _FIRST_STEP,
     "lightning/logger_report.py": "a page is drawn only for loggers that store files",
     "lightning/plan_pages.py": "a page is drawn by one rank, after the first steps",
+    "lightning/host_costs.py": "the planner is imported where a plan is made",
     "lightning/planning.py": "the planner is imported where a plan is made, not for a stored one",
     "lightning/session.py": _FIRST_STEP,
     "lightning/step_effects.py": _FIRST_STEP,

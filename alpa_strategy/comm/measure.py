@@ -276,33 +276,47 @@ def measure_slowdown(mesh: MeshComm, device: torch.device = CPU, seconds: float 
 
     Args:
         seconds: of a window over which the rate is measured. Best times would not do: ranks that
-            take turns on a core are fast for moments.
+            take turns on a core are fast for moments. Ranks may start later than others by as
+            much.
     """
     if device.type != "cpu" or math.prod(mesh.shape) == 1:
         return 1.0
-    matrix = torch.rand(256, 256)
-
-    def rate() -> float:
-        count = 0
-        started = time.perf_counter()
-        while time.perf_counter() - started < seconds:
-            matrix @ matrix
-            count += 1
-        return count / (time.perf_counter() - started)
-
     is_first = not any(mesh.coordinate)
     alone = 0.0
     together = 0.0
     # The better of two, so that a burst of other load does not count.
     for _ in range(2):
-        (rate_alone,) = _agreed_max(mesh, [rate() if is_first else 0.0], device)
+        rate_alone = 0.0
+        if is_first:
+            rate_alone = _rate(seconds)
+        else:
+            # Ranks that wait for others in a collective poll, which takes time on a core.
+            time.sleep(2 * seconds)
+        (rate_alone,) = _agreed_max(mesh, [rate_alone], device)
         alone = max(alone, rate_alone)
-        # All ranks start together.
+        # A slow network lets ranks go on tens of milliseconds apart (TCP's delayed
+        # acknowledgements): they compute for longer than the window, so that all do within it.
         _agreed_max(mesh, [0.0], device)
-        (negative_rate,) = _agreed_max(mesh, [-rate()], device)
+        _rate(seconds)
+        rate_together = _rate(seconds)
+        _rate(seconds)
+        (negative_rate,) = _agreed_max(mesh, [-rate_together], device)
         together = max(together, -negative_rate)
     slowdown = max(1.0, alone / together)
     return slowdown if slowdown > NO_SLOWDOWN else 1.0
+
+
+def _rate(seconds: float) -> float:
+    """Return how many matmuls of one size this process computes per second, in a window of
+    `seconds`.
+    """
+    matrix = torch.rand(256, 256)
+    count = 0
+    started = time.perf_counter()
+    while time.perf_counter() - started < seconds:
+        matrix @ matrix
+        count += 1
+    return count / (time.perf_counter() - started)
 
 
 def _agreed_device(mesh: MeshComm, spec: DeviceSpec, device: torch.device) -> DeviceSpec:

@@ -25,8 +25,9 @@ from alpa_strategy.ir.plan import Plan, Predicted
 
 logger = logging.getLogger(__name__)
 
-# Longer steps are bound by compute: Python and caches do not matter, and measuring takes long.
+# Of longer steps, and of pipelines, a part of the ops is measured: of about as many seconds.
 LONGEST_SECONDS = 0.3
+SAMPLE_SECONDS = 0.1
 # Rounds whose median counts, after one that warms up.
 ROUNDS = 5
 # Bytes of a buffer that is read between rounds. It evicts the caches nearest to a core, as the

@@ -5,7 +5,8 @@ from collections.abc import Sequence
 from alpa_strategy.display.communication import boundary_messages, hidden_messages_text
 from alpa_strategy.display.stage_groups import busiest_stages
 from alpa_strategy.display.table import step_parts
-from alpa_strategy.display.timeline import device_range
+from alpa_strategy.display.timeline import device_range, plan_timeline
+from alpa_strategy.display.waits import waits, waits_text
 from alpa_strategy.ir.plan import Collective, Plan, stages_by_devices
 from alpa_strategy.units import format_bytes, format_seconds
 
@@ -60,8 +61,22 @@ def _parts(plan: Plan) -> list[str]:
             prefetches = any(plan.stages[index].prefetched_bytes for index in busiest_stages(plan))
             if plan.is_pipelined and prefetches:
                 line += _PREFETCHED
+        if name == "waiting":
+            line += _waited_for(plan)
         lines.append(line)
     return lines
+
+
+def _waited_for(plan: Plan) -> str:
+    """Return a sentence, after a space, on what the busiest stage's devices wait for; "" if the
+    schedule is not known.
+    """
+    timeline = plan_timeline(plan)
+    if timeline is None:
+        return ""
+    mesh = stages_by_devices(plan).index(busiest_stages(plan))
+    text = waits_text(waits(timeline)[mesh])
+    return f" They wait {text}." if text else ""
 
 
 def _largest_collective(plan: Plan) -> str:
@@ -89,7 +104,7 @@ def _largest_collective(plan: Plan) -> str:
     if largest.kind != "all_reduce" and size > 1:
         num_bytes = format_bytes(largest.num_bytes / size)
         on_device = f" These are the bytes of all devices of the axis: one has {num_bytes}."
-    tensor = f" Its largest call moves {largest.largest}." if largest.largest else ""
+    tensor = f" Its largest part moves {largest.largest}." if largest.largest else ""
     return (
         f" The collective that takes longest{devices} is {largest.kind} on mesh axis"
         f" {largest.axis}{of_stage}, {when}: {format_bytes(largest.num_bytes)} in"

@@ -28,6 +28,9 @@ _LEAST_EXPERTS = 0.1
 # Share of a stage's products from which on divided matrices are named beside data parallelism.
 _LEAST_DIVIDED = 0.1
 
+# Share of the memory limit from which on it is said what of the device no plan may use.
+_ALMOST_ALL = 0.95
+
 
 @dataclass(frozen=True)
 class StageSummary:
@@ -298,11 +301,25 @@ def peak_text(plan: Plan, memory_limit: float | None, process_bytes: int) -> Tex
         over = "left" if left >= 0 else "too much"
         text.append(f" of {format_bytes(memory_limit)}", style="dim")
         of_limit = f" ({peak / memory_limit:.0%}), {format_bytes(abs(left))} {over}"
+        of_limit += _kept_text(plan, memory_limit)
     text.append(f" per device{of_limit}", style="dim")
     if process_bytes:
         with_process = format_bytes(peak + process_bytes)
         text.append(f", {with_process} with the process itself", style="dim")
     return text
+
+
+def _kept_text(plan: Plan, memory_limit: float) -> str:
+    """Return how many bytes of a device no plan may use, to append, for a plan that uses almost all
+    that it may; "" for others, and if they are not known.
+    """
+    device_bytes = None if plan.figures is None else plan.figures.device_bytes
+    if device_bytes is None or plan.predicted.peak_bytes < _ALMOST_ALL * memory_limit:
+        return ""
+    kept = device_bytes - memory_limit
+    return (
+        f" ({format_bytes(kept)} more are kept for the allocator and libraries)" if kept > 0 else ""
+    )
 
 
 def rates_text(figures: TaskFigures | None, step_seconds: float) -> str:

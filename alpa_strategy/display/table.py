@@ -336,8 +336,8 @@ def parameters_table(stage: StagePlan, stands_for_others: bool) -> Table:
 
 
 def collectives_table(stage: StagePlan) -> RenderableType:
-    """Return a table of a stage's collectives, the longest first, and the tensor that the largest
-    call of each moves.
+    """Return a table of a stage's collectives, the longest first, and the tensors that most bytes
+    of each belong to.
     """
     table = plain_table("collective", "axis", "when")
     add_columns(table, (), ("tensors", "bytes", "time per step"))
@@ -353,7 +353,7 @@ def collectives_table(stage: StagePlan) -> RenderableType:
             format_seconds(c.seconds),
         )
         if c.largest:
-            line = f"largest {c.kind} on axis {c.axis}, {when}: {c.largest}"
+            line = f"largest part of {c.kind} on axis {c.axis}, {when}: {c.largest}"
             tensors.append(plain(line, "dim"))
     return Group(table, *tensors)
 

@@ -48,6 +48,9 @@ LOOK_SECONDS = 0.5
 # Then it needs the core more than this rank needs half a millisecond.
 PATIENT_LOOKS = 1000
 PATIENT_SECONDS = 5e-4
+# Polls before that if the group has more ranks than this process has cores: each of them takes the
+# core from a rank that computes. Four ranks on two cores: a step of 1.1 s takes 1.0 s.
+LOOKS_ON_SHARED_CORES = 5
 
 
 class SharedMemoryGroup:
@@ -66,6 +69,9 @@ class SharedMemoryGroup:
         self._rank = rank
         self._size = size
         self._seconds = seconds
+        shares_cores = size > len(os.sched_getaffinity(0))
+        self._num_spins = 0 if shares_cores else SPINS
+        self._patient_looks = LOOKS_ON_SHARED_CORES if shares_cores else PATIENT_LOOKS
         # A group that is made in an evaluation is written to in training steps as well.
         with torch.inference_mode(False):
             memory = torch.from_file(
@@ -214,9 +220,9 @@ class SharedMemoryGroup:
                 started = time.monotonic()
                 continue
             num_polls += 1
-            if num_polls > PATIENT_LOOKS:
+            if num_polls > self._patient_looks:
                 time.sleep(PATIENT_SECONDS)
-            elif num_polls > SPINS:
+            elif num_polls > self._num_spins:
                 time.sleep(POLL_SECONDS)
             now = time.monotonic()
             if now - checked > LOOK_SECONDS:

@@ -4,7 +4,7 @@ bytes.
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
@@ -18,7 +18,7 @@ from alpa_strategy.ir.graph import StepGraph
 from alpa_strategy.ir.op import TensorMeta
 from alpa_strategy.ir.placement import DualLayout
 from alpa_strategy.ir.plan import Collective, Predicted, StagePlan
-from alpa_strategy.ir.value_names import maker_names, op_with_line
+from alpa_strategy.ir.value_names import maker_names, op_with_line, without_indices
 from alpa_strategy.sharding.redistribute import reshard_steps
 
 # Of the parameters of a block, the usual unit of FSDP: 50 to 400 MB.
@@ -150,7 +150,7 @@ def collectives(intra: IntraOp, assignment: Sequence[int]) -> tuple[Collective, 
             total.count,
             int(total.num_bytes),
             total.seconds,
-            total.text(intra, names),
+            total.largest_part(intra, names),
         )
         for (kind, axis, phase), total in sorted(totals.items(), key=lambda item: item[0])
     )
@@ -202,35 +202,59 @@ class MovedTensor(NamedTuple):
 
 @dataclass
 class _CollectiveTotal:
-    """The sum of messages, with the largest of them."""
+    """The sum of messages, and what they move."""
 
     count: int = 0
     num_bytes: int = 0
     seconds: float = 0.0
-    largest: tuple[MovedTensor, Message] | None = None
-    num_as_large: int = 0
+
+    # A message that moves each tensor, and how many bytes are moved in how many of them.
+    messages: dict[MovedTensor, Message] = field(default_factory=dict)
+    parts: dict[MovedTensor, "_Part"] = field(default_factory=dict)
 
     def add(self, moved: MovedTensor, message: Message, intra: IntraOp) -> None:
-        """Count a message in, and remember the tensor `moved` if it is the largest so far."""
+        """Count a message in, which moves the tensor `moved`."""
         self.count += 1
         self.num_bytes += message.num_bytes
         self.seconds += message.seconds(intra)
-        most = -1 if self.largest is None else self.largest[1].num_bytes
-        if message.num_bytes > most:
-            self.largest = moved, message
-            self.num_as_large = 1
-        elif message.num_bytes == most:
-            self.num_as_large += 1
+        self.messages.setdefault(moved, message)
+        self.parts.setdefault(moved, _Part()).add(1, message.num_bytes)
 
-    def text(self, intra: IntraOp, names: Mapping[int, str]) -> str:
-        """Return the tensor of the largest message, and how many messages are as large; "" if there
-        is none.
+    def largest_part(self, intra: IntraOp, names: Mapping[int, str]) -> str:
+        """Return the tensors of most bytes as text, with their share if there are others: `the
+        gradient of blocks.*.mlp.fc.weight (24 of 97 calls, 40% of the bytes)`.
+
+        Tensors whose names differ in their indices are one part. "" without a message.
         """
-        if self.largest is None:
+        by_text: dict[str, _Part] = {}
+        for moved, part in self.parts.items():
+            text = moved.text(intra, self.messages[moved], names)
+            same = by_text.setdefault(without_indices(text), _Part(text))
+            same.add(part.count, part.num_bytes)
+            if same.text != text:
+                same.text = without_indices(text)
+        if not by_text:
             return ""
-        moved, message = self.largest
-        others = f" ({self.num_as_large} of this size)" if self.num_as_large > 1 else ""
-        return moved.text(intra, message, names) + others
+        largest = max(by_text.values(), key=lambda part: part.num_bytes)
+        if len(by_text) == 1:
+            return largest.text
+        share = largest.num_bytes / max(1, self.num_bytes)
+        return f"{largest.text} ({largest.count} of {self.count} calls, {share:.0%} of the bytes)"
+
+
+@dataclass
+class _Part:
+    """Some of the messages of a collective."""
+
+    # What they move, for users.
+    text: str = ""
+    count: int = 0
+    num_bytes: int = 0
+
+    def add(self, count: int, num_bytes: int) -> None:
+        """Count `count` messages in, of `num_bytes` in all."""
+        self.count += count
+        self.num_bytes += num_bytes
 
 
 def _moved_tensors(

@@ -119,7 +119,7 @@ class Collective:
     num_bytes: int
     seconds: float
 
-    # For display: the tensor that the largest of them moves; "" if it is not known.
+    # For display: the tensors that most of the bytes belong to; "" if they are not known.
     largest: str = ""
 
 

@@ -64,6 +64,7 @@ _OPTIONAL_FIELDS = {
     "optimizer_name",
     "earlier_predicted_seconds",
     "flags",
+    "device_bytes",
     "pins",
     "planned_changes",
     "flops",

@@ -65,6 +65,10 @@ class TaskFigures:
     # Bytes of a device that the plan may use; None: no limit.
     memory_limit: float | None = None
 
+    # Bytes of a device. What the limit leaves is for the allocator and the libraries. None: not
+    # known.
+    device_bytes: float | None = None
+
     # Options that were pinned, such as `num_microbatches=16`: only plans with these were searched.
     pins: tuple[str, ...] = ()
 

@@ -10,6 +10,10 @@ from alpa_strategy.ir.graph import Op, StepGraph
 # `path/file.py:93: code`
 _LINE = re.compile(r"(?P<path>.+?):(?P<line>\d+)(?::|$)")
 
+# A number in a text of names: a component of a dotted name, or the counter of an op's name.
+_INDEX_IN_TEXT = re.compile(r"(?<=\.)\d+(?=[., )]|$)|(?<=[(\[ ])\d+(?=\.)")
+_COUNTER_OF_OP = re.compile(r"_\d+(?= \()")
+
 
 def maker_names(step: StepGraph) -> dict[int, str]:
     """Return value -> name of the parameter, buffer, batch leaf or op that makes it; `constant`, or
@@ -36,3 +40,10 @@ def op_with_line(op: Op) -> str:
     if line is not None:
         places.append(f"{os.path.basename(line['path'])}:{line['line']}")
     return f"{op.name} ({', '.join(places)})" if places else op.name
+
+
+def without_indices(text: str) -> str:
+    """Return a text of names, such as that of `op_with_line`, with `*` in the place of indices and
+    without the counters of ops: texts of equal layers become the same.
+    """
+    return _COUNTER_OF_OP.sub("", _INDEX_IN_TEXT.sub("*", text))

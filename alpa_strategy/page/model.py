@@ -21,7 +21,8 @@ from alpa_strategy.display.plan_words import (
 )
 from alpa_strategy.display.stage_groups import idle_seconds
 from alpa_strategy.display.table import equal_stages, mesh_text, proof_of, recomputes, step_parts
-from alpa_strategy.display.timeline import device_range
+from alpa_strategy.display.timeline import ScheduleTimeline, device_range
+from alpa_strategy.display.waits import waits
 from alpa_strategy.ir.measured_steps import MeasuredSteps
 from alpa_strategy.ir.plan import (
     Collective,
@@ -336,7 +337,7 @@ def _messages(messages: Sequence[MessageDetails]) -> list[dict[str, Any]]:
 
 
 def _collective(collective: Collective) -> list[Any]:
-    """Return a stage's collective as [kind, axis, phase, count, bytes, seconds, largest tensor]."""
+    """Return a stage's collective as [kind, axis, phase, count, bytes, seconds, largest part]."""
     return [
         collective.kind,
         collective.axis,
@@ -372,11 +373,20 @@ def _timeline(plan: Plan) -> dict[str, Any] | None:
         "stages": [list(stages) for stages in timeline.stages],
         "drawn": timeline.num_drawn,
         "idle": [round(share, 6) for share in timeline.idle],
+        "waits": _waits(timeline),
         "idleSeconds": [short_number(seconds) for seconds in idle_seconds(plan)],
         "actions": actions,
         "messages": messages,
         "critical": list(drawn.critical),
     }
+
+
+def _waits(timeline: ScheduleTimeline) -> list[list[list[Any]]]:
+    """Return, of each mesh, what it waits for in the drawn micro-batches: [reason, seconds]."""
+    of_meshes = []
+    for rows in waits(timeline):
+        of_meshes.append([[reason, short_number(seconds)] for reason, seconds in rows])
+    return of_meshes
 
 
 def _finite(seconds: float | None) -> float | None:

@@ -86,6 +86,7 @@ def task_figures(task: PlanTask) -> TaskFigures:
         unrated_dtypes=tuple(dtype for dtype in flops if dtype not in peaks),
         rated_precision=_rated_precision(assumed, peaks),
         memory_limit=task.memory_limit if math.isfinite(task.memory_limit) else None,
+        device_bytes=task.cluster.device.memory_bytes,
         pins=pinned_options(task.options),
     )
 

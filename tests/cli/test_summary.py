@@ -140,7 +140,7 @@ def test_what_limits_a_step() -> None:
         text = words_of(lines_of(show(plan)))
         assert "Communication takes 70% of the step" in text
         assert "The collective that takes longest is all_reduce" in text
-        assert "Its largest call moves the gradient of embed.weight." in text
+        assert "Its largest part moves the gradient of embed.weight." in text
 
 
 def test_what_the_plan_was_made_for_is_shown() -> None:

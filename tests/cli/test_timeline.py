@@ -11,6 +11,7 @@ from cli.test_display import as_text, gpt_plan
 from alpa_strategy.display.full_plan import plan_svg, plan_table
 from alpa_strategy.display.table import stage_overview, step_parts
 from alpa_strategy.display.timeline import SIGNS, plan_timeline
+from alpa_strategy.display.waits import waits
 from alpa_strategy.ir.plan import Predicted
 from alpa_strategy.page.model import page_model
 from alpa_strategy.schedules import SCHEDULES, actions, mesh_of
@@ -52,6 +53,35 @@ def test_gpipes_bubble_is_the_known_one():
     for mesh in range(3):
         busy = sum(done.end - done.start for done in drawn.timed if done.mesh == mesh)
         assert 1 - busy / drawn.seconds == pytest.approx(2 / 8)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("boundary", [0.0, 0.0015])
+def test_all_idle_time_of_a_mesh_has_a_reason(schedule, boundary):
+    plan = staged(schedule)
+    stages = tuple(replace(stage, boundary_seconds=boundary) for stage in plan.stages)
+    drawn = plan_timeline(replace(plan, stages=stages))
+    for mesh, rows in enumerate(waits(drawn)):
+        busy = sum(done.end - done.start for done in drawn.timed if done.mesh == mesh)
+        assert sum(seconds for _, seconds in rows) == pytest.approx(drawn.seconds - busy)
+        has_messages = any(reason.startswith("messages") for reason, _ in rows)
+        assert has_messages == (boundary > 0)
+
+
+def test_what_the_stages_of_gpipe_wait_for():
+    """Backward takes 2 ms: the first of three stages waits for its first gradient."""
+    drawn = plan_timeline(staged("GPipe", 6, 3))
+    first, middle, last = map(dict, waits(drawn))
+    # After the last stage's first forward, 2 ms later than its own last one, two backwards.
+    assert first == pytest.approx({"the backward of stage 1": 0.006})
+    assert middle == pytest.approx(
+        {
+            "the forward of stage 0": 0.001,
+            "the backward of stage 2": 0.003,
+            "the end of the step, when their work is done": 0.002,
+        }
+    )
+    assert "the forward of stage 1" in last
 
 
 def test_idle_is_the_step_less_the_work_of_all_stages_on_the_devices():

@@ -2,7 +2,9 @@
 
 from dataclasses import replace
 
+import pytest
 import torch
+from page.test_details import PIPELINE, planned
 
 from alpa_strategy.cluster.spec import NOMINAL
 from alpa_strategy.cost.host import (
@@ -15,7 +17,9 @@ from alpa_strategy.cost.host import (
 from alpa_strategy.ir.op import OpCall, Slot, TensorMeta
 from alpa_strategy.ir.optimizer_info import OptimizerInfo
 from alpa_strategy.ir.plan import Predicted
+from alpa_strategy.lightning import host_costs
 from alpa_strategy.lightning.loop_clock import WATCHED_STEPS, LoopClock
+from alpa_strategy.planner.known_host import known_host_seconds
 from alpa_strategy.planner.optimizer_info import inspect_optimizer
 
 CPU_DEVICE = NOMINAL.device
@@ -70,6 +74,30 @@ def test_an_op_that_does_not_run_alone_gives_no_time():
     broken = replace(calls[0].call, operands=(wide, calls[0].call.operands[1]))
 
     assert time_in_order([replace(calls[0], call=broken)], torch.device("cpu")) is None
+
+
+@pytest.mark.parametrize("options", [(), PIPELINE, (*PIPELINE, ("remat", True))])
+def test_the_first_ops_of_pipelines_and_of_long_steps_stand_for_all(monkeypatch, options):
+    plan, task = planned("gpt", options)
+    num_timed = []
+
+    def half_as_long_again(calls, device):
+        num_timed.append(len(calls))
+        return 1.5 * sum(sum(task.op_costs.op_seconds(of.call)) for of in calls)
+
+    monkeypatch.setattr(host_costs, "time_in_order", half_as_long_again)
+    monkeypatch.setattr(host_costs, "LONGEST_SECONDS", 0.0)
+    monkeypatch.setattr(host_costs, "SAMPLE_SECONDS", 1e-3 * plan.predicted.compute_seconds)
+    optimizer, _ = known_host_seconds(task)
+    compute = plan.predicted.compute_seconds
+
+    on_cpu = host_costs.add_host_seconds(plan, task, torch.device("cpu"))
+    on_gpu = host_costs.add_host_seconds(plan, task, torch.device("cuda"))
+
+    assert on_cpu.predicted.host_seconds == pytest.approx(optimizer + 0.5 * compute)
+    assert on_gpu.predicted.host_seconds == pytest.approx(optimizer)
+    (count,) = num_timed
+    assert 0 < count < len(task.step.ops)
 
 
 def test_an_optimizers_python_time_is_in_no_key():

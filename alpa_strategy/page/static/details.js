@@ -42,7 +42,7 @@
 
   function messages(plan, stage, list) {
     return alpa.table(["collective", "axis", "when", "#bytes", "#time"], list.map((m) => [
-      el("span", {}, (m.count > 1 ? `${m.count} × ` : "") + m.kind.replace("_", "-"),
+      el("span", {}, (m.count > 1 ? `${m.count} × ` : "") + m.kind.replaceAll("_", "-"),
         m.value ? el("div", {}, "of ", link(plan, stage, m.value), ` ${m.from} → ${m.to}`) : ""), `${m.axis}`,
       `${PHASES[m.phase]}, ${PLACES[m.place]}`, alpa.bytes(m.bytes), alpa.seconds(m.seconds)]));
   }
@@ -173,12 +173,12 @@
       ["step", `${alpa.seconds(stage.seconds)}: compute ${alpa.seconds(stage.compute)}, communication ${alpa.seconds(stage.communication)}, optimizer ${alpa.seconds(stage.optimizer)}`],
       stage.total && ["model tree", stage.total],
       stage.recomputed && ["memory saving", stage.recomputed],
-      plan.timeline && ["in flight", `${inFlight} micro-batches at most`],
+      plan.timeline && ["in flight", `${inFlight} micro-batch${inFlight === 1 ? "" : "es"} at most`],
     ])];
     if (Object.keys(stage.parts).length) nodes.push(...memoryNodes(plan, number));
     if (stage.collectives.length) {
       const rows = [...stage.collectives].sort((a, b) => b[5] - a[5]).map(([kind, axis, phase, count, bytes, seconds, largest]) =>
-        [el("span", {}, kind.replace("_", "-"), largest ? el("div", { class: "soft" }, `largest: ${alpa.text(largest)}`) : ""), `${axis}`, PHASES[phase], `${count}`, alpa.bytes(bytes), alpa.seconds(seconds)]);
+        [el("span", {}, kind.replaceAll("_", "-"), largest ? el("div", { class: "soft" }, `largest part: ${alpa.text(largest)}`) : ""), `${axis}`, PHASES[phase], `${count}`, alpa.bytes(bytes), alpa.seconds(seconds)]);
       nodes.push(el("h3", {}, "Collectives of a step"), alpa.table(["collective", "axis", "when", "#calls", "#bytes", "#time"], rows), el("p", { class: "soft" }, stage.sum));
     }
     return nodes;
@@ -213,6 +213,12 @@
     if (plan.timeline) {
       const lane = plan.timeline.stages.findIndex((stages) => stages.includes(numbers[0]));
       nodes.push(el("p", {}, `It waits for ${alpa.seconds(plan.timeline.idleSeconds[lane])} of a step, ${alpa.percent(plan.timeline.idle[lane])} of it.`));
+      const waits = plan.timeline.waits[lane];
+      if (waits.length) {
+        const seconds = alpa.sum(waits.map((wait) => wait[1]));
+        const part = plan.timeline.drawn < plan.microbatches ? ` in the ${plan.timeline.drawn} micro-batches that are drawn` : "";
+        nodes.push(alpa.table([`it waits${part} for`, "#time", "#share"], waits.map(([reason, time]) => [reason, alpa.seconds(time), alpa.percent(time / seconds)])));
+      }
     }
     for (const number of numbers) {
       const stage = plan.stages[number];

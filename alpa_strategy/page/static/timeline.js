@@ -54,7 +54,7 @@
         const op = stage.ops[index];
         const of = { kind: "op", stage: stageIndex, index };
         const moved = (place) => op.messages.filter((m) => m.phase === phase && m.place === place)
-          .forEach((m) => add(`${m.kind.replace("_", "-")} for ${op.name}`, "message", m.seconds, of));
+          .forEach((m) => add(`${m.kind.replaceAll("_", "-")} for ${op.name}`, "message", m.seconds, of));
         if (kind === "F") moved("before");
         if (kind === "F" && !op.once) add(op.name, "forward", op.forward, of);
         if (kind === "B") {
@@ -68,7 +68,7 @@
       if (kind === "U") {
         stage.parameters.forEach((parameter, index) => {
           const of = { kind: "parameter", stage: stageIndex, index };
-          parameter.messages.forEach((m) => add(`${m.kind.replace("_", "-")} of ${parameter.name}`, "message", m.seconds, of));
+          parameter.messages.forEach((m) => add(`${m.kind.replaceAll("_", "-")} of ${parameter.name}`, "message", m.seconds, of));
           add(`update of ${parameter.name}`, "update", parameter.update, of);
         });
       }
