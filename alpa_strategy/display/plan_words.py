@@ -301,7 +301,7 @@ def peak_text(plan: Plan, memory_limit: float | None, process_bytes: int) -> Tex
         over = "left" if left >= 0 else "too much"
         text.append(f" of {format_bytes(memory_limit)}", style="dim")
         of_limit = f" ({peak / memory_limit:.0%}), {format_bytes(abs(left))} {over}"
-        of_limit += _kept_text(plan, memory_limit)
+        of_limit += _unusable_text(plan, memory_limit)
     text.append(f" per device{of_limit}", style="dim")
     if process_bytes:
         with_process = format_bytes(peak + process_bytes)
@@ -309,7 +309,7 @@ def peak_text(plan: Plan, memory_limit: float | None, process_bytes: int) -> Tex
     return text
 
 
-def _kept_text(plan: Plan, memory_limit: float) -> str:
+def _unusable_text(plan: Plan, memory_limit: float) -> str:
     """Return how many bytes of a device no plan may use, to append, for a plan that uses almost all
     that it may; "" for others, and if they are not known.
     """
