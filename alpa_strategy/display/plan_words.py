@@ -316,10 +316,10 @@ def _unusable_text(plan: Plan, memory_limit: float) -> str:
     device_bytes = None if plan.figures is None else plan.figures.device_bytes
     if device_bytes is None or plan.predicted.peak_bytes < _ALMOST_ALL * memory_limit:
         return ""
-    kept = device_bytes - memory_limit
-    return (
-        f" ({format_bytes(kept)} more are kept for the allocator and libraries)" if kept > 0 else ""
-    )
+    num_bytes = device_bytes - memory_limit
+    if num_bytes <= 0:
+        return ""
+    return f" ({format_bytes(num_bytes)} more are kept for the allocator and libraries)"
 
 
 def rates_text(figures: TaskFigures | None, step_seconds: float) -> str:
