@@ -27,9 +27,11 @@ logger = logging.getLogger(__name__)
 
 # Of longer steps, and of pipelines, a part of the ops is measured: of about as many seconds.
 LONGEST_SECONDS = 0.3
-SAMPLE_SECONDS = 0.1
+SAMPLE_SECONDS = 0.05
 # Rounds whose median counts, after one that warms up.
 ROUNDS = 5
+# Of a part of the ops.
+SAMPLE_ROUNDS = 3
 # Bytes of a buffer that is read between rounds. It evicts the caches nearest to a core, as the
 # Trainer and the loader do between two steps.
 BETWEEN_BYTES = 2**22
@@ -51,21 +53,26 @@ class OrderedCall:
     results: tuple[int, ...]
 
 
-def time_in_order(calls: Sequence[OrderedCall], device: torch.device) -> float | None:
+def time_in_order(
+    calls: Sequence[OrderedCall], device: torch.device, num_rounds: int = ROUNDS
+) -> float | None:
     """Measure the seconds of forward and backward of `calls`, one after the other on random data.
 
     Calls read the values that earlier ones compute, if these have the shape that they expect. Else
     (there is a resharding in between) they read random data. On an accelerator the device's queue
     is empty at the end, so the result is the larger of the host's and the device's time.
 
+    Args:
+        num_rounds: that count, after one that warms up.
+
     Returns:
-        The median of a few rounds; None if an op does not run by itself on random data.
+        The median of the rounds; None if an op does not run by itself on random data.
     """
     rounds: list[float] = []
     inputs: dict[tuple[int, TensorMeta], Tensor] = {}
     between = torch.zeros(BETWEEN_BYTES // 4)
     try:
-        for _ in range(1 + ROUNDS):
+        for _ in range(1 + num_rounds):
             between.add_(1.0)
             started = _now(device)
             roots = _forward(calls, inputs, device)

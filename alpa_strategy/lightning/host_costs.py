@@ -4,6 +4,8 @@ import torch
 
 from alpa_strategy.cost.host import (
     LONGEST_SECONDS,
+    ROUNDS,
+    SAMPLE_ROUNDS,
     SAMPLE_SECONDS,
     OrderedCall,
     plan_with_host,
@@ -41,22 +43,24 @@ def _ops_host_seconds(plan: Plan, task: PlanTask, device: torch.device) -> float
     is_sampled = plan.is_pipelined or compute > LONGEST_SECONDS
     if not is_sampled:
         (stage,) = plan.stages
-        seconds = _seconds_in_order(ordered_calls(stage, task.step), device)
+        seconds = _seconds_in_order(ordered_calls(stage, task.step), device, ROUNDS)
         return 0.0 if seconds is None else max(0.0, slowdown * seconds - compute)
 
     if device.type != "cpu":
         return 0.0
     calls, priced = _first_calls(plan, task)
-    seconds = _seconds_in_order(calls, device)
+    seconds = _seconds_in_order(calls, device, SAMPLE_ROUNDS)
     if seconds is None or priced == 0:
         return 0.0
     return compute * max(0.0, slowdown * seconds / priced - 1)
 
 
-def _seconds_in_order(calls: list[OrderedCall], device: torch.device) -> float | None:
-    """Return `time_in_order` of calls, with autograd."""
+def _seconds_in_order(
+    calls: list[OrderedCall], device: torch.device, num_rounds: int
+) -> float | None:
+    """Return `time_in_order` of the same arguments, with autograd."""
     with torch.enable_grad():
-        return time_in_order(calls, device)
+        return time_in_order(calls, device, num_rounds)
 
 
 def _first_calls(plan: Plan, task: PlanTask) -> tuple[list[OrderedCall], float]:

@@ -81,7 +81,7 @@ def test_the_first_ops_of_pipelines_and_of_long_steps_stand_for_all(monkeypatch,
     plan, task = planned("gpt", options)
     num_timed = []
 
-    def half_as_long_again(calls, device):
+    def half_as_long_again(calls, device, num_rounds):
         num_timed.append(len(calls))
         return 1.5 * sum(sum(task.op_costs.op_seconds(of.call)) for of in calls)
 
