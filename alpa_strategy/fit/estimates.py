@@ -34,15 +34,16 @@ class Estimates:
         # By number of micro-batches, and whether layers are recomputed.
         self._costs_alone: dict[tuple[int, bool], StageCost] = {}
 
-    def estimate(self, configuration: Configuration, most_seconds: float) -> Estimate:
+    def estimate(self, configuration: Configuration, with_gathers: bool = False) -> Estimate:
         """Return the seconds of a step if every stage had as many middle layers.
 
-        The fastest layouts are tried first, then ZeRO and tensor parallelism by name if they do not
-        fit, or if they may be faster.
+        The fastest layouts are tried first, then ZeRO-2 and tensor parallelism by name if they do
+        not fit, or if they may be faster.
 
         Args:
             configuration: without names.
-            most_seconds: of a step. ZeRO-3 that takes longer with its gathers is left out.
+            with_gathers: instead try the named plans that gather parameters for each micro-batch
+                (ZeRO-3). `least_seconds_with_gathers` is a lower bound of theirs.
 
         Raises:
             PlanError: no layouts of the middle layer fit into its share of a device's memory.
@@ -56,10 +57,9 @@ class Estimates:
         fitting: list[Estimate] = []
         for names in ((), *self.names(configuration.logical_mesh)):
             named = replace(configuration, names=names)
-            may_be_faster = self._hides_gathers(named)
-            if fitting and not may_be_faster:
+            if self._shows_gathers(named) != with_gathers:
                 continue
-            if not may_be_faster and self._gathers_too_long(named, most_seconds):
+            if fitting and not self._hides_gathers(named):
                 continue
             if names and self.least_bytes_of_named(named) > limit:
                 continue
@@ -72,6 +72,16 @@ class Estimates:
         if not fitting:
             raise does_not_fit("a device needs about", least_bytes, limit)
         return min(fitting, key=lambda estimate: estimate.seconds)
+
+    def least_seconds_with_gathers(self, configuration: Configuration) -> float:
+        """Return a lower bound of the seconds of a step that gathers parameters for each
+        micro-batch (ZeRO-3).
+        """
+        gather_seconds = self.solvers.gather_seconds(configuration)
+        if configuration.num_stages == 1:
+            # The rest may be hidden behind computation.
+            gather_seconds *= 1 - self.task.cluster.overlap
+        return self.solvers.compute_seconds(configuration) + gather_seconds
 
     def _bytes_of_stage(self, configuration: Configuration, middle: SolvedStage) -> float:
         """Return the bytes of a device of a stage of middle layers.
@@ -141,17 +151,9 @@ class Estimates:
         cost = self._middle(configuration).cost
         return self._step_seconds(configuration, cost) >= seconds
 
-    def _gathers_too_long(self, configuration: Configuration, seconds: float) -> bool:
-        """Whether a named plan gathers parameters for each micro-batch (ZeRO-3), and takes
-        `seconds` at least with that.
-        """
-        if "zero3" not in configuration.names:
-            return False
-        gather_seconds = self.solvers.gather_seconds(configuration)
-        if configuration.num_stages == 1:
-            # The rest may be hidden behind computation.
-            gather_seconds *= 1 - self.task.cluster.overlap
-        return self.solvers.compute_seconds(configuration) + gather_seconds >= seconds
+    def _shows_gathers(self, configuration: Configuration) -> bool:
+        """Whether a named plan gathers parameters for each micro-batch, and is slower for it."""
+        return "zero3" in configuration.names and not self._hides_gathers(configuration)
 
     def _hides_gathers(self, configuration: Configuration) -> bool:
         """Whether a named plan may be faster than the fastest layouts, which are solved as if no

@@ -9,6 +9,7 @@ more (stages and meshes of any size, other schedules, host memory) and takes min
 """
 
 import math
+from bisect import insort
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
@@ -130,9 +131,10 @@ class RegularSearch:
         """
         remaining = deque(candidate for candidate in candidates if candidate[0] < self.faster_than)
         best: Plan | None = None
-        while best is None and remaining:
+        with_gathers: list[Candidate] = []
+        while best is None and (remaining or with_gathers):
             with self.task.progress("estimate"):
-                estimates = self._next_estimates(remaining)
+                estimates = self._next_estimates(remaining, with_gathers)
             best = self._best_of_estimates(estimates)
         return best
 
@@ -213,26 +215,54 @@ class RegularSearch:
             best = best.or_faster(self._within_limit(configuration, best.seconds))
         return best
 
-    def _next_estimates(self, candidates: deque[Candidate]) -> list[Estimate]:
-        """Take candidates from the front, and return those that seem to fit, the fastest first."""
+    def _next_estimates(
+        self, candidates: deque[Candidate], with_gathers: list[Candidate]
+    ) -> list[Estimate]:
+        """Take candidates, those with the lowest bounds first, and return those that seem to fit,
+        the fastest first.
+
+        Args:
+            candidates: of the search, the lowest bound first.
+            with_gathers: candidates that do not fit unless parameters are gathered for each
+                micro-batch (ZeRO-3), the lowest bound first. More are added here; each is estimated
+                only if it may be the fastest.
+        """
         estimates: list[Estimate] = []
         best_seconds = math.inf
         num_estimated = 0
-        while candidates:
-            bound, configuration = candidates[0]
-            if num_estimated >= _MAX_ESTIMATED or bound >= best_seconds:
+        while True:
+            bound = math.inf
+            if candidates and num_estimated < _MAX_ESTIMATED:
+                bound, _ = candidates[0]
+            gathers = bool(with_gathers) and with_gathers[0][0] < bound
+            if gathers:
+                bound, _ = with_gathers[0]
+            if bound >= best_seconds or math.isinf(bound):
                 break
-            candidates.popleft()
+            _, configuration = with_gathers.pop(0) if gathers else candidates.popleft()
+            may_fit = self.estimates.least_bytes_of_stage(configuration) <= self.task.memory_limit
+            num_estimated += may_fit and not gathers
             try:
-                if self.estimates.least_bytes_of_stage(configuration) <= self.task.memory_limit:
-                    num_estimated += 1
-                estimate = self.estimates.estimate(configuration, self.faster_than * _SLACK)
+                estimate = self.estimates.estimate(configuration, gathers)
             except PlanError as error:
                 self.failures.append((configuration.label, error))
+                if may_fit and not gathers:
+                    self._add_with_gathers(configuration, with_gathers)
                 continue
             best_seconds = min(best_seconds, estimate.seconds)
             estimates.append(estimate)
         return sorted(estimates, key=lambda estimate: estimate.seconds)
+
+    def _add_with_gathers(
+        self, configuration: Configuration, with_gathers: list[Candidate]
+    ) -> None:
+        """Add a configuration that does not fit without gathers to `with_gathers`, in the order of
+        the bounds, unless it takes too long or no such plan has a name.
+        """
+        bound = self.estimates.least_seconds_with_gathers(configuration)
+        has_names = bool(self.estimates.names(configuration.logical_mesh))
+        if has_names and bound < self.faster_than * _SLACK:
+            insort(with_gathers, (bound, configuration), key=lambda candidate: candidate[0])
 
     def best_within_limit(self) -> Plan | None:
         """Return the first plan, the fastest estimate first, of the configurations that

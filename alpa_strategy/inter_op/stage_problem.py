@@ -7,7 +7,7 @@ that the ILP solves for a stage. A stage that recomputes does so segment by segm
 """
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -169,20 +169,56 @@ def take_apart(intra: IntraOp, starts: Sequence[int] = (0,)) -> StageProblem:
         else:  # buffers and constants, and what leaves the step
             costs = replace(costs, always=choice.memory)
         choices.append(costs if span is None else replace(costs, span=span))
-    transfers = [_transfer_parts(intra, spans, index) for index in range(len(problem.transfers))]
+    transfers = _all_transfer_parts(intra, spans)
     return StageProblem(intra, tuple(choices), tuple(transfers), len(starts), held_copies)
 
 
-def _transfer_parts(intra: IntraOp, spans: "RematSpans", index: int) -> CostBreakdown:
+def _all_transfer_parts(intra: IntraOp, spans: "RematSpans") -> list[CostBreakdown]:
+    """Return `_transfer_parts` of every transfer.
+
+    Args:
+        spans: the recompute segments of choices and transfers.
+    """
+    # Those of equal layers have the same arrays.
+    known: dict[Hashable, CostBreakdown] = {}
+    transfers = []
+    for index, (transfer, layouts) in enumerate(
+        zip(intra.problem.transfers, intra.transfers, strict=True)
+    ):
+        span = spans.of_use(transfer, transfer.uses[0])
+        made_in = spans.of_choice(transfer.producer)
+        meta = intra.step.values[layouts.value]
+        is_per_step = span == PER_STEP
+        key: Hashable = index
+        # Once per step, the penalties and savers of the transfer itself count.
+        if not is_per_step:
+            key = (
+                id(transfer.cost),
+                id(transfer.memory),
+                id(layouts.sources),
+                id(layouts.targets),
+                id(layouts.hidden),
+                id(layouts.hidden_in_backward),
+                meta.num_bytes,
+                meta.requires_grad,
+                made_in == PER_STEP,
+                made_in in (None, span),
+            )
+        if key not in known:
+            known[key] = _transfer_parts(intra, index, span, made_in)
+        transfers.append(replace(known[key], span=span))
+    return transfers
+
+
+def _transfer_parts(intra: IntraOp, index: int, span: int, made_in: int | None) -> CostBreakdown:
     """Return the [source, target] costs of a resharding by component: forward, backward, once per
     step, and bytes.
 
     Args:
-        spans: the recompute segments of choices and transfers.
         index: of the transfer in `intra`.
+        span, made_in: the recompute segments of the transfer and of its producer.
     """
     transfer, layouts = intra.problem.transfers[index], intra.transfers[index]
-    span, made_in = spans.of_use(transfer, transfer.uses[0]), spans.of_choice(transfer.producer)
     meta = intra.step.values[layouts.value]
     forward, alone = reshard_table(
         layouts.sources, layouts.targets, meta.num_bytes, meta.requires_grad, intra.mesh

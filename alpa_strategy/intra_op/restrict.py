@@ -5,7 +5,7 @@ axis, or makes the others expensive, so that a model that cannot follow it every
 nearest plan. A pinned placement is a hard constraint.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
 
@@ -143,6 +143,9 @@ def _penalized_transfers(
     """
     transfers = list(intra.problem.transfers)
     parameter_of_value = derived_values(intra.step)
+    # Those of equal layers have the same arrays, and get the same.
+    penalties: dict[Hashable, np.ndarray] = {}
+    costs: dict[tuple[int, int], np.ndarray] = {}
     for index, layouts in enumerate(intra.transfers):
         parameter = parameter_of_value.get(layouts.value)
         if parameter is None or parameter.name in pinned:
@@ -151,15 +154,21 @@ def _penalized_transfers(
         is_cast_only = bool(uses) and all(
             parameter_of_value.keys() >= set(intra.step.ops[op].results) for op, _ in uses
         )
-        extra = np.zeros_like(transfers[index].cost)
-        for axis, name in enumerate(names):
-            # A parameter that only a cast reads is cast as it is stored; a named plan gathers the
-            # result of the cast.
-            use_name = name
-            if is_cast_only and name != "auto":
-                use_name = "tensor"
-            extra += _use_penalty(use_name, parameter.meta, layouts, axis, penalty)
-        transfers[index] = replace(transfers[index], cost=transfers[index].cost + extra)
+        key = is_cast_only, parameter.meta, id(layouts.sources), id(layouts.targets)
+        if key not in penalties:
+            extra = np.zeros_like(transfers[index].cost)
+            for axis, name in enumerate(names):
+                # A parameter that only a cast reads is cast as it is stored; a named plan gathers
+                # the result of the cast.
+                use_name = name
+                if is_cast_only and name != "auto":
+                    use_name = "tensor"
+                extra += _use_penalty(use_name, parameter.meta, layouts, axis, penalty)
+            penalties[key] = extra
+        pair = id(transfers[index].cost), id(penalties[key])
+        if pair not in costs:
+            costs[pair] = transfers[index].cost + penalties[key]
+        transfers[index] = replace(transfers[index], cost=costs[pair])
     return tuple(transfers)
 
 
