@@ -17,7 +17,14 @@ from alpa_strategy.ir.graph import Op, StepGraph
 from alpa_strategy.ir.op import OpCall, Slot, TensorMeta
 from alpa_strategy.ir.per_rank import PerRank
 from alpa_strategy.microbatch.first_rank_buffers import with_first_rank_buffers
-from alpa_strategy.microbatch.rules import SUM, WHOLE, MicrobatchPlacement, local_call, rows
+from alpa_strategy.microbatch.rules import (
+    SUM,
+    WHOLE,
+    MicrobatchPlacement,
+    TimeStrategy,
+    local_call,
+    rows,
+)
 from alpa_strategy.microbatch.states import States, Use, find_states
 from alpa_strategy.sharding.strategies import is_random
 
@@ -197,6 +204,9 @@ class _Writer:
         self.inputs: set[int] = set()
         for group in (step.parameters, step.buffers, step.batch, step.constants):
             self.inputs.update(entry.value for entry in group)
+
+        # Of equal layers, calls and strategies are equal.
+        self._local_calls: dict[tuple[OpCall, TimeStrategy], OpCall] = {}
 
         # Value that only the prologue computes -> its placement in the micro graph.
         self.from_prologue: dict[int, MicrobatchPlacement] = {}
@@ -424,7 +434,10 @@ class _Writer:
         op = self.step.ops[index]
         chosen = self.states.chosen[index]
         operands = tuple(self._number(use, op) for use in chosen.uses)
-        call = local_call(op.call, chosen.strategy, self.num_microbatches)
+        key = op.call, chosen.strategy
+        if key not in self._local_calls:
+            self._local_calls[key] = local_call(*key, self.num_microbatches)
+        call = self._local_calls[key]
         for value, meta in zip(op.results, call.results, strict=True):
             self.values[value] = meta
 
