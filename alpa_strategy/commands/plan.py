@@ -146,13 +146,28 @@ def run(arguments: argparse.Namespace) -> int:
             if batch_size is not None:
                 texts = [FREE_MICROBATCHES, *texts, f"data.batch_size={batch_size}"]
 
+        stored = ""
         if arguments.output:
             with writing(arguments.output):
                 texts += _sizes_of_sweep(task.cluster, cluster)
                 origin = Origin(arguments.recipe, arguments.cluster, tuple(texts), flags)
                 page = store_plan(arguments.output, plan, task, origin)
-            console.print(plain(f"plan stored in {arguments.output}, its page in {page}"))
+            stored = f"plan stored in {arguments.output}, its page in {page}"
+
+    # When it is stored: a reader that closes the pipe loses nothing.
+    if request is None:
+        _print_plan(plan, arguments, console)
+    if stored:
+        console.print(plain(stored))
     return 0
+
+
+def _print_plan(plan: Plan, arguments: argparse.Namespace, console: Console) -> None:
+    """Print the plan of a recipe, and the seconds of its planning."""
+    location = arguments.output or "PLAN.json"
+    shown = plan_table(plan) if arguments.verbose else plan_summary(plan, location=location)
+    console.print(shown)
+    console.print(plan_timing(plan, peak_rss_bytes()))
 
 
 def _folder_of_results(arguments: argparse.Namespace) -> Path | None:
@@ -198,8 +213,8 @@ def _plan_recipe(
     progress: Progress,
     results: PartialResults,
 ) -> tuple[Plan, "PlanTask", int | None]:
-    """Plan a recipe and print the plan; return it with its task, and with the batch size that
-    `--tune` has chosen.
+    """Plan a recipe; return the plan with its task, and with the batch size that `--tune` has
+    chosen.
     """
     recipe = load_recipe(arguments.recipe, overrides)
     check_plannable(recipe)
@@ -213,11 +228,6 @@ def _plan_recipe(
     else:
         plan, task = planned(overrides)
     results.report()
-
-    location = arguments.output or "PLAN.json"
-    shown = plan_table(plan) if arguments.verbose else plan_summary(plan, location=location)
-    console.print(shown)
-    console.print(plan_timing(plan, peak_rss_bytes()))
     return plan, task, batch_size
 
 

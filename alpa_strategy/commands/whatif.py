@@ -34,6 +34,7 @@ from alpa_strategy.fit.request import FitRequest
 from alpa_strategy.ir.plan import Plan
 from alpa_strategy.ir.plan_details import Origin, details_of_file
 from alpa_strategy.loading import rare_collections
+from alpa_strategy.options import PlanOptions
 from alpa_strategy.recipe import KEYS, load_recipe
 from alpa_strategy.units import format_bytes, format_rate, format_seconds
 
@@ -105,21 +106,8 @@ def run(arguments: argparse.Namespace) -> int:
     label = arguments.settings[0] if is_one else "all of them"
     variations.append(_varied(origin, base, arguments.settings, label))
 
-    planning_of = _planner(origin, Progress())
-    plans: list[Plan | None] = []
-    unchanged: list[UnchangedPlan] = []
-    failure: PlanError | None = None
     with rare_collections():
-        for variation in variations:
-            task, make_plan = planning_of(variation)
-            is_stored = stored is not None and stored.fingerprint == task.fingerprint
-            failure = None
-            try:
-                plans.append(stored if is_stored else make_plan())
-            except PlanError as error:
-                plans.append(None)
-                failure = error
-            unchanged.append(_unchanged(task, plans[0]))
+        plans, unchanged, failure = _planned(variations, _planner(origin, Progress()), stored)
 
     console = make_console()
     console.print(_overview(variations, plans, unchanged))
@@ -195,6 +183,39 @@ def _origin(arguments: argparse.Namespace, stored: Plan | None) -> Origin:
         )
     overrides = tuple(arguments.overrides)
     return Origin(arguments.recipe, arguments.cluster, overrides, given_flags(arguments))
+
+
+def _planned(
+    variations: Sequence[Variation],
+    planning_of: Callable[[Variation], Planning],
+    stored: Plan | None,
+) -> tuple[list[Plan | None], list["UnchangedPlan"], PlanError | None]:
+    """Plan variations, the unchanged one first.
+
+    Args:
+        planning_of: returns the task of a variation, and a function that plans it.
+        stored: a plan that is taken for the variation that it was made for.
+
+    Returns:
+        The plan of each (None: nothing fits), the unchanged plan under each, and why there is no
+        plan of the last one (None: there is one).
+    """
+    plans: list[Plan | None] = []
+    unchanged: list[UnchangedPlan] = []
+    failure: PlanError | None = None
+    options: PlanOptions | None = None
+    for variation in variations:
+        task, make_plan = planning_of(variation)
+        is_stored = stored is not None and stored.fingerprint == task.fingerprint
+        failure = None
+        try:
+            plans.append(stored if is_stored else make_plan())
+        except PlanError as error:
+            plans.append(None)
+            failure = error
+        options = options or task.options
+        unchanged.append(_unchanged(task, plans[0], options))
+    return plans, unchanged, failure
 
 
 def _varied(origin: Origin, base: Variation, changes: Sequence[str], label: str) -> Variation:
@@ -316,13 +337,21 @@ class UnchangedPlan:
         return self.seconds is not None and self.peak_bytes <= self.memory_limit
 
 
-def _unchanged(task: "PlanTask", plan: Plan | None) -> UnchangedPlan:
+def _unchanged(
+    task: "PlanTask", plan: Plan | None, options: PlanOptions | None = None
+) -> UnchangedPlan:
     """Return the seconds and bytes of a step of the changed task with the unchanged plan, or the
     problem.
 
-    The problem is that there is no plan (None), that it is for another number of devices, or that
-    it does not fit the task.
+    The problem is that there is no plan (None), that it is for another number of devices, that an
+    option which was changed excludes it, or that it does not fit the task.
+
+    Args:
+        task: the changed one.
+        plan: the unchanged plan.
+        options: with which it was planned; None: those of `task`.
     """
+    from alpa_strategy.planner.figures import excluding_option
     from alpa_strategy.planner.plan_stages import cost_on
 
     if plan is None:
@@ -330,6 +359,9 @@ def _unchanged(task: "PlanTask", plan: Plan | None) -> UnchangedPlan:
     before, after = num_devices(plan), task.cluster.num_devices
     if before != after:
         return UnchangedPlan(problem=f"it is for {before} devices, not for {after}")
+    excluded = excluding_option(task.options, options or task.options, plan)
+    if excluded:
+        return UnchangedPlan(problem=f"it was made without {excluded}")
     try:
         cost = cost_on(task, plan)
     except PlanError as error:
@@ -424,11 +456,9 @@ def _reasons(before: Plan, after: Plan, unchanged: UnchangedPlan) -> list[str]:
         elif saved > noticeable:
             lines.append(f"{line}, and fits: {memory}. The new plan saves {format_seconds(saved)}.")
         elif saved < -noticeable:
-            # An option that was set excludes the plan as it is.
+            # Not all stages and layouts are tried.
             more = format_seconds(-saved)
-            lines.append(
-                f"{line}, and fits: {memory}. The plan that is asked for takes {more} more."
-            )
+            lines.append(f"{line}, and fits: {memory}. The plan that was found takes {more} more.")
             outcome = "which is slower there"
         else:
             lines.append(f"{line}, and fits: {memory}. No other plan is faster.")
@@ -436,4 +466,6 @@ def _reasons(before: Plan, after: Plan, unchanged: UnchangedPlan) -> list[str]:
     old_stages, new_stages = stages_text(before), stages_text(after)
     if old_stages != new_stages:
         lines.append(f"It has {new_stages}, {outcome}; the plan as it is has {old_stages}.")
+    elif [stage.layers for stage in before.stages] != [stage.layers for stage in after.stages]:
+        lines.append(f"It has {new_stages} as before, with other layers, {outcome}.")
     return [*lines, *findings(after)]

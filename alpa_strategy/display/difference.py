@@ -19,6 +19,8 @@ from alpa_strategy.units import format_bytes, format_seconds
 SAME = 5e-4
 # Rows of parameters that a table has at most.
 MAX_ROWS = 12
+# Stages with other layers that a table lists at most.
+MAX_STAGES = 8
 
 Layouts = Mapping[str, tuple[str, str]]
 
@@ -72,6 +74,21 @@ def _add_texts(table: Table, before: Plan, after: Plan) -> None:
     for name, text_of in facts:
         old, new = text_of(before), text_of(after)
         table.add_row(name, plain(old), plain(new), "" if old == new else "differs")
+    for index, old, new in _differing_layers(before, after)[:MAX_STAGES]:
+        table.add_row(f"layers of stage {index}", plain(old), plain(new), "differs")
+
+
+def _differing_layers(before: Plan, after: Plan) -> list[tuple[int, str, str]]:
+    """Return (index, layers in each plan) of the stages that have other layers; [] if the numbers
+    of stages differ.
+    """
+    if len(before.stages) != len(after.stages):
+        return []
+    differing = []
+    for index, (old, new) in enumerate(zip(before.stages, after.stages, strict=True)):
+        if old.layers != new.layers:
+            differing.append((index, old.layers, new.layers))
+    return differing
 
 
 def _figures(plan: Plan) -> TaskFigures:
@@ -166,7 +183,8 @@ def _parameters(names: Sequence[str], before: Plan, after: Plan) -> RenderableTy
             key = collapse_indices(name), old.get(name), new.get(name)
             groups.setdefault(key, []).append(name)
     if not groups:
-        return Text("both store every parameter alike", style="dim")
+        in_stages = ", in other stages" if _differing_layers(before, after) else ""
+        return Text(f"both store every parameter alike{in_stages}", style="dim")
 
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("parameters stored differently")

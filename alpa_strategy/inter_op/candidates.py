@@ -31,6 +31,8 @@ from alpa_strategy.schedules import SCHEDULES, closed_form, in_flight, refusal
 TOLERANCE = 1e-3
 # With more tolerance the DP only finds where to climb from.
 START_TOLERANCE = 0.1
+# Ways to cut the layers of several stages a mesh that are all tried, at most.
+MOST_CUTS = 1000
 # Up to this many devices, stages of all sizes are combined.
 EVERY_SIZE = 128
 # The closed form of several stages on a mesh may be above the simulated step by this factor.
@@ -244,6 +246,8 @@ def _equal_stages(
         starts.append([*(stage.first for stage in choice.stages), num_layers])
     for cuts in starts:
         yield from equal.climbed(cuts, known)
+    if math.comb(num_layers - 1, num_stages - 1) <= MOST_CUTS:
+        yield from equal.all_cuts(known)
 
 
 def _any_meshes(

@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import pairwise
+from itertools import combinations, pairwise
 
 import numpy as np
 
@@ -131,6 +131,24 @@ class EqualMeshes:
             if better is None:
                 return
             best, cuts = better
+
+    def all_cuts(self, known: Callable[[], float]) -> Iterable[Candidate]:
+        """Yield the best stages of all cuts between layers, if it is faster than the best candidate
+        so far, of `known()` seconds.
+
+        Where cuts are moved one by one, several that have to move together stay where they are.
+        """
+        num_layers = self.space.job.num_layers
+        choices = []
+        for inner in combinations(range(1, num_layers), len(self.holders) - 1):
+            choice, busy = self._cheapest_and_busy((0, *inner, num_layers))
+            if max(busy) < known():
+                choices.append(choice)
+        if not choices:
+            return
+        best = min(self.candidates(choices), key=lambda candidate: candidate.seconds)
+        if best.seconds < known():
+            yield best
 
     def _cheapest_and_busy(self, cuts: Sequence[int]) -> tuple[Stages, np.ndarray]:
         """Return the cheapest stages between `cuts`, and the seconds of work of each mesh in a

@@ -2,7 +2,7 @@
 bytes.
 """
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -208,9 +208,9 @@ class _CollectiveTotal:
     num_bytes: int = 0
     seconds: float = 0.0
 
-    # A message that moves each tensor, and how many bytes are moved in how many of them.
+    # A message that moves each tensor, and the bytes of all of them.
     messages: dict[MovedTensor, Message] = field(default_factory=dict)
-    parts: dict[MovedTensor, "_Part"] = field(default_factory=dict)
+    bytes_of: Counter[MovedTensor] = field(default_factory=Counter)
 
     def add(self, moved: MovedTensor, message: Message, intra: IntraOp) -> None:
         """Count a message in, which moves the tensor `moved`."""
@@ -218,19 +218,19 @@ class _CollectiveTotal:
         self.num_bytes += message.num_bytes
         self.seconds += message.seconds(intra)
         self.messages.setdefault(moved, message)
-        self.parts.setdefault(moved, _Part()).add(1, message.num_bytes)
+        self.bytes_of[moved] += message.num_bytes
 
     def largest_part(self, intra: IntraOp, names: Mapping[int, str]) -> str:
         """Return the tensors of most bytes as text, with their share if there are others: `the
-        gradient of blocks.*.mlp.fc.weight (24 of 97 calls, 40% of the bytes)`.
+        gradient of blocks.*.mlp.fc.weight (40% of the bytes)`.
 
         Tensors whose names differ in their indices are one part. "" without a message.
         """
         by_text: dict[str, _Part] = {}
-        for moved, part in self.parts.items():
+        for moved, num_bytes in self.bytes_of.items():
             text = moved.text(intra, self.messages[moved], names)
             same = by_text.setdefault(without_indices(text), _Part(text))
-            same.add(part.count, part.num_bytes)
+            same.num_bytes += num_bytes
             if same.text != text:
                 same.text = without_indices(text)
         if not by_text:
@@ -239,22 +239,15 @@ class _CollectiveTotal:
         if len(by_text) == 1:
             return largest.text
         share = largest.num_bytes / max(1, self.num_bytes)
-        return f"{largest.text} ({largest.count} of {self.count} calls, {share:.0%} of the bytes)"
+        return f"{largest.text} ({share:.0%} of the bytes)"
 
 
 @dataclass
 class _Part:
-    """Some of the messages of a collective."""
+    """What some of the messages of a collective move, for users, and the bytes of all of them."""
 
-    # What they move, for users.
-    text: str = ""
-    count: int = 0
+    text: str
     num_bytes: int = 0
-
-    def add(self, count: int, num_bytes: int) -> None:
-        """Count `count` messages in, of `num_bytes` in all."""
-        self.count += count
-        self.num_bytes += num_bytes
 
 
 def _moved_tensors(

@@ -31,6 +31,8 @@ from alpa_strategy.units import format_bytes
 # At most this many candidates are solved exactly, those that do not fit apart as long as there is
 # no plan.
 MAX_SOLVED_CANDIDATES = 6
+# Estimates that differ by less than this factor are about equal.
+NEAR = 1.005
 # A note on the order of devices lists this many of them.
 MAX_LISTED_DEVICES = 16
 
@@ -57,7 +59,8 @@ def best_solved(
     If a plan turns out slower than its candidate's estimate, as plans of stages do that do not fit
     as they were priced, candidates with the same schedule on the same submeshes are expected to be
     slower by the same factor. Without that, all of them would be solved before another schedule
-    whose estimate is right. At most `MAX_SOLVED_CANDIDATES` are solved; failures before the first
+    whose estimate is right. Several stages a mesh in about equal cuts are all solved: no estimate
+    tells them apart. At most `MAX_SOLVED_CANDIDATES` are solved; failures before the first
     plan do not count.
 
     Args:
@@ -74,12 +77,14 @@ def best_solved(
     failures: Failures = []
     slowdown: dict[Hashable, float] = {}
     remaining = list(candidates)
+    least_seconds = min((candidate.seconds for candidate in remaining), default=0.0)
 
     def kind(candidate: Candidate) -> Hashable:
         return candidate.schedule, candidate.job.num_microbatches, frozenset(candidate.submesh_of)
 
     def expected_seconds(candidate: Candidate) -> float:
-        return candidate.seconds * slowdown.get(kind(candidate), 1.0)
+        is_near = candidate.stages_per_mesh > 1 and candidate.seconds <= NEAR * least_seconds
+        return candidate.seconds * (1.0 if is_near else slowdown.get(kind(candidate), 1.0))
 
     while remaining and num_solved < MAX_SOLVED_CANDIDATES:
         candidate = min(remaining, key=expected_seconds)

@@ -5,6 +5,7 @@ all other layouts follow it, and memory binds as it does in the plan.
 """
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -16,6 +17,7 @@ from alpa_strategy.inter_op.stage_solve import PricedStage, SolvedStage, StageSo
 from alpa_strategy.ir.graph import StepGraph
 from alpa_strategy.ir.plan import ParameterPlan, Plan, StagePlan, modes_text, stages_by_devices
 from alpa_strategy.ir.plan_details import Explanation, LayoutChoice
+from alpa_strategy.ir.value_names import without_indices
 from alpa_strategy.planner.plan_stages import stage_job, stage_request, step_with
 from alpa_strategy.planner.task import PlanTask
 from alpa_strategy.units import format_bytes, format_seconds
@@ -159,6 +161,7 @@ class _Question:
             reasons=(
                 *reasons,
                 *writer.lines(),
+                *self._lines_of_equals(chosen_layout),
                 *self._memory_lines(chosen_layout),
                 *self._shared_memory_lines(),
             ),
@@ -258,12 +261,49 @@ class _Question:
             needed = f"{format_bytes(peak - limit)} more than the {format_bytes(limit)} that it has"
         line = (
             f"Memory binds: without a limit the stage would need {needed}, and save"
-            f" {format_seconds(saved)} a step; "
+            f" {self._saved_text(saved, free)}; "
         )
         if layout == chosen:
             yield line + f"{self._of.name} would have the same layout."
         else:
             yield line + f"{self._of.name} would have the layout {layout}."
+
+    def _saved_text(self, seconds: float, solved: SolvedStage) -> str:
+        """Return the seconds that a stage saves in a step as text, with those of the whole step if
+        there are other stages.
+
+        Args:
+            seconds: that the stage saves.
+            solved: the stage as it would be.
+        """
+        text = f"{format_seconds(seconds)} a step"
+        if len(self._plan.stages) == 1:
+            return text
+        step_seconds = self._choice_of("", solved).seconds
+        of_step = max(0.0, self._plan.predicted.step_seconds - (step_seconds or 0.0))
+        return f"{text} (with all stages, {format_seconds(of_step)})"
+
+    def _lines_of_equals(self, chosen: str) -> Iterator[str]:
+        """Yield that parameters of equal layers are stored in another way than this one, if some
+        are.
+
+        Args:
+            chosen: the layout of this one.
+        """
+        if not self._of.is_parameter:
+            return
+        pattern = without_indices(self._of.name)
+        others: Counter[str] = Counter()
+        for name, plan in self._stage.parameter_plans.items():
+            if without_indices(name) == pattern:
+                others[_parameter_layout(plan)] += 1
+        others.pop(chosen, None)
+        if others:
+            stored = ", ".join(f"{count} as {layout}" for layout, count in others.items())
+            yield (
+                f"Of {pattern}, this stage stores others in another way ({stored}). Equal layers"
+                " cost the same: which of them has which layout is arbitrary."
+            )
 
     def _shared_memory_lines(self) -> Iterator[str]:
         """Yield which stages the devices have beside this one, and the memory of all of them;

@@ -96,13 +96,41 @@ def pinned_options(options: PlanOptions) -> tuple[str, ...]:
     defaults = PlanOptions()
     pins = []
     for name in PINNING_OPTIONS:
-        value = getattr(options, name)
-        if value == getattr(defaults, name):
-            continue
-        # Patterns of parameters or modules with their layouts, devices or stages can be many.
-        is_long = isinstance(value, tuple) and len(str(value)) > LONGEST_PIN
-        pins.append(f"{name}={'...' if is_long else _pin_text(value)}")
+        if getattr(options, name) != getattr(defaults, name):
+            pins.append(_pinned_text(options, name))
     return tuple(pins)
+
+
+def _pinned_text(options: PlanOptions, name: str) -> str:
+    """Return an option with its value: `num_microbatches=16`, or `placements=...` if it is long."""
+    value = getattr(options, name)
+    # Patterns of parameters or modules with their layouts, devices or stages can be many.
+    is_long = isinstance(value, tuple) and len(str(value)) > LONGEST_PIN
+    return f"{name}={'...' if is_long else _pin_text(value)}"
+
+
+def excluding_option(options: PlanOptions, before: PlanOptions, plan: Plan) -> str:
+    """Return the first of the options that leave fewer plans to choose from, with its value, that
+    was changed so that it excludes a plan: `num_microbatches=16`; "" if none was.
+
+    Args:
+        options: the changed options.
+        before: those with which the plan was made.
+        plan: the plan.
+    """
+    defaults = PlanOptions()
+    values_of_plan = {
+        "num_stages": len(plan.stages),
+        "num_microbatches": plan.num_microbatches,
+        "schedule": plan.schedule,
+    }
+    for name in PINNING_OPTIONS:
+        value = getattr(options, name)
+        is_free = value == getattr(defaults, name)
+        if is_free or value in (getattr(before, name), values_of_plan.get(name)):
+            continue
+        return _pinned_text(options, name)
+    return ""
 
 
 def _pin_text(value: object) -> str:

@@ -215,7 +215,11 @@ def _or_data_parallel(task: PlanTask, plan: Plan, data_parallel: Plan) -> Plan:
     reason = why_data_parallel(task, data_seconds, plan_seconds)
     if reason is None:
         return plan
-    return replace(data_parallel, notes=(*data_parallel.notes, f"data parallel: {reason}"))
+    # No plan is faster than the bound of the one that is not taken.
+    bound = plan.predicted.step_seconds * (1 - plan.gap)
+    gap = max(0.0, 1 - bound / data_parallel.predicted.step_seconds)
+    notes = (*data_parallel.notes, f"data parallel: {reason}")
+    return replace(data_parallel, notes=notes, gap=gap)
 
 
 def whole_batch(task: PlanTask) -> StageCostTask:

@@ -71,8 +71,8 @@ class PlanStore:
                 urls.upload(file, f"{self.url}/{file.name}")
 
     def explain(self, fingerprint: Fingerprint) -> str:
-        """Return the reason why `find` returns None, such as `"graph, batch changed"`: the
-        differences from the closest stored plan, or that the stored one cannot be used, or that
+        """Return the reason why `find` returns None, such as `"the closest stored plan has another
+        graph, batch"`: the differences from it, or that the stored one cannot be used, or that
         there is none.
         """
         if self.path(fingerprint).exists() and self.find(fingerprint) is None:
@@ -85,7 +85,7 @@ class PlanStore:
         if not differences:
             return f"no plan is stored in {self.url or self.folder}"
         fewest = min(differences, key=len)
-        return f"{', '.join(fewest)} changed"
+        return f"the closest stored plan has another {', '.join(fewest)}"
 
     def _download(self, path: Path) -> None:
         """Update the local copy of a plan from the URL; delete it if the URL has none.

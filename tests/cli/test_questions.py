@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import shutil
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from cli.test_display import gpt_plan
 
 from alpa_strategy.cli import main
 from alpa_strategy.cluster.spec import ClusterSpec
@@ -19,6 +21,7 @@ from alpa_strategy.commands.whatif import (
     _varied,
 )
 from alpa_strategy.display.console import make_console
+from alpa_strategy.display.difference import difference_table
 from alpa_strategy.errors import OptionError
 from alpa_strategy.ir.plan import Plan
 from alpa_strategy.ir.plan_details import Origin, details_of_file, details_path
@@ -94,6 +97,19 @@ def test_diff_states_figures_and_layouts_that_differ(plans, tmp_path, capsys):
 
     assert main(["diff", str(before), str(before)]) == 0
     assert "both store every parameter alike" in capsys.readouterr().out
+
+
+def test_diff_names_the_layers_of_stages_that_differ():
+    before = gpt_plan(num_stages=2)
+    first, second = before.stages
+    stages = replace(first, layers="blocks.0"), replace(second, layers="blocks.1-3")
+    after = replace(before, stages=stages)
+    file = io.StringIO()
+    make_console(file=file, width=100).print(difference_table(["a", "b"], before, after))
+    text = file.getvalue()
+    assert "layers of stage 1" in text
+    assert "blocks.1-3" in text
+    assert "both store every parameter alike, in other stages" in text
 
 
 def test_whatif_plans_a_stored_plan_with_another_cluster(plans, capsys):
@@ -183,9 +199,9 @@ def test_whatif_says_whether_the_unchanged_plan_still_fits(plans, capsys):
     assert not too_large.fits
     (line, *_) = _reasons(plan, plan, too_large)
     assert "does not fit: it needs 1.00 GiB of 512 MiB" in line
-    excluded = replace(fits, seconds=step / 2)
-    (line, *_) = _reasons(plan, plan, excluded)
-    assert line.endswith(f"The plan that is asked for takes {format_seconds(step / 2)} more.")
+    faster = replace(fits, seconds=step / 2)
+    (line, *_) = _reasons(plan, plan, faster)
+    assert line.endswith(f"The plan that was found takes {format_seconds(step / 2)} more.")
     table = _overview([Variation("a"), Variation("b")], [plan, plan], [fits, too_large])
     make_console().print(table)
     out = capsys.readouterr().out
@@ -216,3 +232,10 @@ def test_whatif_prices_the_unchanged_plan_under_another_batch(plans, capsys):
     assert main(["whatif", path, "--set", "devices=1", "plan.parallel=auto"]) == 0
     out = " ".join(capsys.readouterr().out.split())
     assert "cannot be used there: it is for 2 devices, not for 1" in out
+
+
+def test_whatif_does_not_price_a_plan_that_the_change_excludes(plans, capsys):
+    path = str(plans / "tensor.json")
+    assert main(["whatif", path, "--set", "plan.num_microbatches=2"]) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert "cannot be used there: it was made without num_microbatches=2" in out

@@ -19,7 +19,7 @@ from alpa_strategy.planner.plan_stages import boundary_seconds, cost_on, stage_j
 from alpa_strategy.planner.planner import captured_task, plan_captured
 
 EXACT = 1e-6
-SHARE = re.compile(r" \((\d+) of (\d+) calls, (\d+)% of the bytes\)$")
+SHARE = re.compile(r" \((\d+)% of the bytes\)$")
 FOUR_STAGES = (("num_stages", 4), ("num_microbatches", 4), ("schedule", "1F1B"))
 
 
@@ -84,8 +84,8 @@ def test_the_largest_part_of_a_collective_is_what_most_bytes_belong_to(options):
             if match is None:
                 assert len(bytes_of) == 1
                 continue
-            count, of_all, percent = map(int, match.groups())
-            assert 0 < count < of_all == collective.count
+            percent = int(match[1])
+            assert 0 < percent <= 100
             text = collective.largest.removeprefix("the gradient of ").removeprefix(
                 "the result of "
             )

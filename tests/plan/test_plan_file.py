@@ -156,7 +156,7 @@ def test_store_finds_exactly_and_explains(tmp_path: Path) -> None:
     assert store.find(FINGERPRINT) == PLAN
     other = replace(FINGERPRINT, graph="g2", batch="b2")
     assert store.find(other) is None
-    assert store.explain(other) == "graph, batch changed"
+    assert store.explain(other) == "the closest stored plan has another graph, batch"
 
 
 def test_store_reports_and_ignores_a_corrupted_file(tmp_path: Path) -> None:

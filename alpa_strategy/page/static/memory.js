@@ -146,8 +146,8 @@
       summary.textContent = alpa.peakText(planned.peak, plan.limit);
       // Drawn micro-batches may be fewer than those of the step, and the stages of a device peak at different moments.
       // Forwards and backwards are drawn with their largest temporary bytes at their ends, where few may be in use.
-      const above = peak > planned.peak ? ": the drawing adds the largest temporary bytes of all ops, the plan those of each op" : "";
-      const reason = planned.stages.length > 1 ? ": the plan adds up the peaks of the device's stages" : above;
+      const below = planned.stages.length > 1 ? ": the plan adds up the peaks of the device's stages" : "";
+      const reason = peak > planned.peak ? ": the drawing adds the largest temporary bytes of all ops, the plan those of each op" : below;
       if (alpa.bytes(peak) !== alpa.bytes(planned.peak)) summary.textContent += `; drawn here at most ${alpa.bytes(peak)}${reason}`;
     }
 
