@@ -387,7 +387,11 @@ def _overview(
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     # In a narrow terminal the labels are broken, never the figures.
     table.add_column("", max_width=MAX_LABEL, overflow="fold")
-    for column in ("step", "", "samples/s", "memory", "plan kept"):
+    # A change of the sequence changes the tokens of a sample.
+    rates = [_rate(plan, counts_tokens=True) for plan in plans if plan is not None]
+    counts_tokens = None not in rates
+    rate_name = "tokens/s" if counts_tokens else "samples/s"
+    for column in ("step", "", rate_name, "memory", "plan kept"):
         table.add_column(column, justify="right", no_wrap=True)
     first = 0.0 if plans[0] is None else plans[0].predicted.step_seconds
     for variation, plan, old in zip(variations, plans, unchanged, strict=True):
@@ -396,7 +400,7 @@ def _overview(
             table.add_row(plain(variation.label), no_plan, "", "", "", _unchanged_cell(old))
             continue
         step = plan.predicted.step_seconds
-        rate = None if plan.figures is None else plan.figures.samples_per_second(step)
+        rate = _rate(plan, counts_tokens)
         table.add_row(
             plain(variation.label),
             format_seconds(step),
@@ -406,6 +410,16 @@ def _overview(
             _unchanged_cell(old),
         )
     return table
+
+
+def _rate(plan: Plan, counts_tokens: bool) -> float | None:
+    """Return the tokens per second of a plan, or the samples; None: not known."""
+    if plan.figures is None:
+        return None
+    step = plan.predicted.step_seconds
+    if counts_tokens:
+        return plan.figures.tokens_per_second(step)
+    return plan.figures.samples_per_second(step)
 
 
 def _warnings(variations: Sequence[Variation], plans: Sequence[Plan | None]) -> list[str]:

@@ -65,9 +65,15 @@ def flags_table(plan: Plan, request: FitRequest) -> Table:
     for framework, flags in flags_of(plan, request).items():
         missing = [name for name, text in flags.items() if text == NOT_OFFERED]
         offered = []
+        # Of a configuration file in JSON.
+        entries = []
         for flag in flags.values():
-            if flag not in ("", NOT_OFFERED):
+            if flag.startswith('"'):
+                entries.append(flag)
+            elif flag not in ("", NOT_OFFERED):
                 offered.append(flag)
+        if entries:
+            offered.insert(0, f"{{{', '.join(entries)}}}")
         text = Text(" ".join(offered))
         if missing:
             text.append(f"; {', '.join(missing)}: {NOT_OFFERED}", style="yellow")

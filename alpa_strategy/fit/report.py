@@ -112,7 +112,7 @@ def changes_table(
         case: the case as requested.
         plan: its plan; None if nothing fits.
     """
-    aim = "make it fit" if plan is None else "make it 10 % faster"
+    aim = "make it fit" if plan is None else "make it at least 10 % faster"
     if not changes:
         return plain(f"none of the changes that were planned would {aim}", "dim")
     table = Table(box=None, padding=(0, 1), show_edge=False, show_header=False)

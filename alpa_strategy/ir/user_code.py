@@ -27,6 +27,8 @@ for _name in ("torch", "lightning"):
         _FRAMEWORKS.extend(_spec.submodule_search_locations or ())
 _NOT_USER = (
     "<",
+    # Launchers such as `alpa` and `torchrun`.
+    os.path.join(sysconfig.get_path("scripts"), ""),
     *(os.path.join(os.path.abspath(folder), "") for folder in (*_FRAMEWORKS, _PACKAGE)),
 )
 _NOT_USER_NAMES = tuple(
@@ -39,7 +41,8 @@ _STDLIB = os.path.join(sysconfig.get_path("stdlib"), "")
 def is_user_file(path: str) -> bool:
     """Whether a file belongs to the user, or to a library other than those below.
 
-    These are torch, Lightning, torchmetrics, the standard library and this package.
+    These are torch, Lightning, torchmetrics, the standard library, installed launchers and this
+    package.
     """
     if path.startswith(_NOT_USER) or any(name in path for name in _NOT_USER_NAMES):
         return False

@@ -24,6 +24,7 @@
     if (plan.limit) {
       const share = Math.min(1, plan.peak / plan.limit);
       memory.push(el("div", { class: "meter", "aria-hidden": "true" }, el("i", { style: `width:${100 * share}%` })), note(alpa.peakText(plan.peak, plan.limit)));
+      if (plan.unusable) memory.push(note(`${alpa.bytes(plan.unusable)} more of the device are kept for the allocator and libraries`));
     } else memory.push(note("peak"));
     const fullest = plan.memory.reduce((most, of) => (of.peak > most.peak ? of : most));
     const parts = alpa.memoryParts(fullest.parts).filter(([, , bytes]) => bytes > 0).map(([, label, bytes]) => `${label} ${alpa.bytes(bytes)}`);
