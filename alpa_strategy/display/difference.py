@@ -11,8 +11,9 @@ from rich.text import Text
 
 from alpa_strategy.display.console import plain
 from alpa_strategy.display.plan_words import batch_words
-from alpa_strategy.display.table import collapse_indices, mesh_text, step_parts
+from alpa_strategy.display.table import mesh_text, step_parts
 from alpa_strategy.ir.plan import Plan, TaskFigures, modes_text, stages_by_devices
+from alpa_strategy.ir.value_names import collapse_indices
 from alpa_strategy.units import format_bytes, format_seconds
 
 # Ratios that differ from 1 by less are drawn as equal.

@@ -9,7 +9,7 @@ from alpa_strategy.display.communication import ROUNDING
 from alpa_strategy.display.console import plain
 from alpa_strategy.display.findings import busiest_text
 from alpa_strategy.display.stage_groups import busiest_stages
-from alpa_strategy.display.table import add_columns, collapse_indices, plain_table
+from alpa_strategy.display.table import add_columns, plain_table
 from alpa_strategy.ir.plan import Plan, StagePlan
 from alpa_strategy.ir.plan_details import (
     MessageDetails,
@@ -18,6 +18,7 @@ from alpa_strategy.ir.plan_details import (
     PlanDetails,
     StageDetails,
 )
+from alpa_strategy.ir.value_names import collapse_indices
 from alpa_strategy.units import format_seconds, format_share
 
 # Rows of the list of the slowest ops.

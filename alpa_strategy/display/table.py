@@ -26,6 +26,7 @@ from alpa_strategy.ir.plan import (
     StagePlan,
     stages_by_devices,
 )
+from alpa_strategy.ir.value_names import INDEX_IN_NAME, collapse_indices
 from alpa_strategy.units import (
     format_bytes,
     format_count,
@@ -47,8 +48,6 @@ PART_STYLES = {
     "waiting": "dim",
 }
 # A component of a dotted name that is an index. One of thousands of digits is a name.
-_INDEX = re.compile(r"[0-9]{1,9}")
-_INDEX_IN_NAME = re.compile(rf"(?<![^.]){_INDEX.pattern}(?![^.])")
 Shape = tuple[int, ...]
 MODE_MEANINGS = {
     "R": "replicated",
@@ -446,15 +445,10 @@ def parameter_groups(
             pattern = names[0]
         elif patterns.count(pattern) > 1:
             # Only the first index is written as a range: blocks.{0-2}.experts.*
-            indices = [int(part) for name in names for part in _INDEX_IN_NAME.findall(name)[:1]]
+            indices = [int(part) for name in names for part in INDEX_IN_NAME.findall(name)[:1]]
             pattern = pattern.replace("*", f"{{{index_ranges(indices)}}}", 1)
         groups.append(ParameterGroup(pattern, tuple(names), modes, shape, on_host))
     return tuple(groups)
-
-
-def collapse_indices(name: str) -> str:
-    """Return a dotted name with `*` in the place of every component that is a number."""
-    return _INDEX_IN_NAME.sub("*", name)
 
 
 def index_ranges(indices: Iterable[int]) -> str:

@@ -10,8 +10,10 @@ from alpa_strategy.ir.graph import Op, StepGraph
 # `path/file.py:93: code`
 _LINE = re.compile(r"(?P<path>.+?):(?P<line>\d+)(?::|$)")
 
-# A number in a text of names: a component of a dotted name, or the counter of an op's name.
-_INDEX_IN_TEXT = re.compile(r"(?<=\.)\d+(?=[., )]|$)|(?<=[(\[ ])\d+(?=\.)")
+# A component of a dotted name that is a number.
+INDEX_IN_NAME = re.compile(r"(?<![^.])[0-9]{1,9}(?![^.])")
+_DOTTED_NAME = re.compile(r"\w+(?:\.\w+)+")
+# In the name of an op with its module or line.
 _COUNTER_OF_OP = re.compile(r"_\d+(?= \()")
 
 
@@ -42,8 +44,14 @@ def op_with_line(op: Op) -> str:
     return f"{op.name} ({', '.join(places)})" if places else op.name
 
 
+def collapse_indices(name: str) -> str:
+    """Return a dotted name with `*` in the place of every component that is a number."""
+    return INDEX_IN_NAME.sub("*", name)
+
+
 def without_indices(text: str) -> str:
-    """Return a text of names, such as that of `op_with_line`, with `*` in the place of indices and
-    without the counters of ops: texts of equal layers become the same.
+    """Return a text of names, such as that of `op_with_line`, with `collapse_indices` of each
+    dotted name and without the counters of ops: texts of equal layers become the same.
     """
-    return _COUNTER_OF_OP.sub("", _INDEX_IN_TEXT.sub("*", text))
+    text = _DOTTED_NAME.sub(lambda name: collapse_indices(name[0]), text)
+    return _COUNTER_OF_OP.sub("", text)

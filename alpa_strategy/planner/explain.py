@@ -17,7 +17,7 @@ from alpa_strategy.inter_op.stage_solve import PricedStage, SolvedStage, StageSo
 from alpa_strategy.ir.graph import StepGraph
 from alpa_strategy.ir.plan import ParameterPlan, Plan, StagePlan, modes_text, stages_by_devices
 from alpa_strategy.ir.plan_details import Explanation, LayoutChoice
-from alpa_strategy.ir.value_names import without_indices
+from alpa_strategy.ir.value_names import collapse_indices
 from alpa_strategy.planner.plan_stages import stage_job, stage_request, step_with
 from alpa_strategy.planner.task import PlanTask
 from alpa_strategy.units import format_bytes, format_seconds
@@ -292,10 +292,10 @@ class _Question:
         """
         if not self._of.is_parameter:
             return
-        pattern = without_indices(self._of.name)
+        pattern = collapse_indices(self._of.name)
         others: Counter[str] = Counter()
         for name, plan in self._stage.parameter_plans.items():
-            if without_indices(name) == pattern:
+            if collapse_indices(name) == pattern:
                 others[_parameter_layout(plan)] += 1
         others.pop(chosen, None)
         if others:
