@@ -75,6 +75,15 @@ class Entry:
         per_second = self.price * self.cluster.num_devices / HOUR
         return 1e6 / self.samples_per_second * per_second
 
+    @property
+    def cost_per_million_tokens(self) -> float | None:
+        """Price of a million tokens; None as of `cost_per_million`, and if samples have none."""
+        cost = self.cost_per_million
+        figures = None if self.plan is None else self.plan.figures
+        if cost is None or figures is None or not figures.num_tokens:
+            return None
+        return cost * figures.num_samples / figures.num_tokens
+
 
 def run(arguments: argparse.Namespace) -> int:
     """Plan every combination of `alpa compare`, print them with time, memory and cost, and return
@@ -130,7 +139,7 @@ def comparison_table(entries: Sequence[Entry]) -> Table:
     columns = ["devices", "step", "samples/s", "memory", "meshes"]
     if has_prices:
         columns.append("cost")
-        table.caption = "cost: of a million samples"
+        table.caption = _cost_text(entries)
     for column in columns:
         table.add_column(column, justify="right", no_wrap=True)
 
@@ -154,6 +163,21 @@ def comparison_table(entries: Sequence[Entry]) -> Table:
         style = "bold" if entry.samples_per_second == fastest else None
         table.add_row(*start, *row, style=style)
     return table
+
+
+def _cost_text(entries: Sequence[Entry]) -> str:
+    """Return what the column of costs has, with the cost of a million tokens on each cluster if it
+    is known.
+    """
+    text = "cost: of a million samples"
+    of_tokens = []
+    for entry in entries:
+        cost = entry.cost_per_million_tokens
+        if cost is not None:
+            of_tokens.append(f"{cost:.3g}")
+    if len(of_tokens) < len(entries):
+        return text
+    return f"{text}; of a million tokens: {', '.join(of_tokens)}"
 
 
 def _first_line(problem: str) -> str:

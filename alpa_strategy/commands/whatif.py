@@ -457,7 +457,7 @@ def _reasons(before: Plan, after: Plan, unchanged: UnchangedPlan) -> list[str]:
     outcome = "which is faster there"
     if unchanged.seconds is None:
         lines.append(f"The plan as it is cannot be used there: {unchanged.problem}.")
-        outcome = "which fits there"
+        outcome = "which can be used there"
     else:
         limit = format_bytes(unchanged.memory_limit)
         memory = f"{format_bytes(unchanged.peak_bytes)} of {limit} a device"
@@ -473,6 +473,7 @@ def _reasons(before: Plan, after: Plan, unchanged: UnchangedPlan) -> list[str]:
             # Not all stages and layouts are tried.
             more = format_seconds(-saved)
             lines.append(f"{line}, and fits: {memory}. The plan that was found takes {more} more.")
+            lines.append("Not all plans are tried: the present plan is the better one there.")
             outcome = "which is slower there"
         else:
             lines.append(f"{line}, and fits: {memory}. No other plan is faster.")

@@ -71,10 +71,10 @@ def explanation_table(answer: Explanation, show_all: bool = False) -> Renderable
     for column in (
         "step",
         "more",
-        "stage memory",
-        "computation",
+        "memory",
+        "compute",
         "collectives",
-        "others change",
+        "changes",
     ):
         table.add_column(column, justify="right")
     _add_row(table, answer.chosen, answer.chosen, "bold")

@@ -261,7 +261,7 @@ class _Question:
             needed = f"{format_bytes(peak - limit)} more than the {format_bytes(limit)} that it has"
         line = (
             f"Memory binds: without a limit the stage would need {needed}, and save"
-            f" {self._saved_text(saved, free)}; "
+            f" {self._saved_text(saved, free)}. Then "
         )
         if layout == chosen:
             yield line + f"{self._of.name} would have the same layout."
@@ -276,12 +276,12 @@ class _Question:
             seconds: that the stage saves.
             solved: the stage as it would be.
         """
-        text = f"{format_seconds(seconds)} a step"
+        text = format_seconds(seconds)
         if len(self._plan.stages) == 1:
-            return text
+            return f"{text} a step"
         step_seconds = self._choice_of("", solved).seconds
         of_step = max(0.0, self._plan.predicted.step_seconds - (step_seconds or 0.0))
-        return f"{text} (with all stages, {format_seconds(of_step)})"
+        return f"{text} of its own time in a step, {format_seconds(of_step)} of the whole step"
 
     def _lines_of_equals(self, chosen: str) -> Iterator[str]:
         """Yield that parameters of equal layers are stored in another way than this one, if some
@@ -403,10 +403,10 @@ class _Reasons:
         """
         compute = best.compute_seconds - self.chosen.compute_seconds
         communication = best.communication_seconds - self.chosen.communication_seconds
-        if compute < 0 < communication:
+        if compute < 0 < communication and communication > -compute:
             links = f"{communication / -compute:.3g} times as fast"
             yield f"{best.layout} would win if all links of the mesh were {links}."
-        elif compute > 0 > communication:
+        elif compute > 0 > communication and compute > -communication:
             links = f"{compute / -communication:.3g} times slower"
             yield f"{best.layout} would win if all links of the mesh were {links}."
         refused = [choice for choice in self.others if choice.seconds is None]

@@ -9,11 +9,21 @@ from alpa_strategy.errors import PlanError
 from alpa_strategy.planner.assembly import best_solved
 
 
-def candidate(schedule: str, promised: float, solved: float | None, submesh: int = 0) -> Any:
+def candidate(
+    schedule: str,
+    promised: float,
+    solved: float | None,
+    submesh: int = 0,
+    stages_per_mesh: int = 1,
+) -> Any:
     """`solved`: seconds of its plan; None: it does not fit."""
-    job = SimpleNamespace(num_microbatches=8)
     return SimpleNamespace(
-        schedule=schedule, seconds=promised, solved_to=solved, submesh_of=(submesh,), job=job
+        schedule=schedule,
+        seconds=promised,
+        solved_to=solved,
+        submesh_of=(submesh,),
+        stages_per_mesh=stages_per_mesh,
+        job=SimpleNamespace(num_microbatches=8),
     )
 
 
@@ -72,3 +82,10 @@ def test_where_one_does_not_fit_the_search_goes_on() -> None:
     assert best.predicted.step_seconds == 21.0
     assert searched == [float(i) for i in range(1, 21)]
     assert len(failures) == 20
+
+
+def test_interleaved_stages_that_promise_about_the_same_are_all_solved() -> None:
+    first = candidate("ZBVZeroBubble", 1.0, 1.01, stages_per_mesh=2)
+    second = candidate("ZBVZeroBubble", 1.001, 1.002, stages_per_mesh=2)
+    slower = candidate("ZBVZeroBubble", 1.006, 1.0, stages_per_mesh=2)
+    assert best_of(first, second, slower) == (1.002, [1.0, 1.001])
