@@ -27,11 +27,11 @@ logger = logging.getLogger(__name__)
 
 # Of longer steps, and of pipelines, a part of the ops is measured: of about as many seconds.
 LONGEST_SECONDS = 0.3
-SAMPLE_SECONDS = 0.05
+SAMPLE_SECONDS = 0.03
 # Rounds whose median counts, after one that warms up.
 ROUNDS = 5
 # Of a part of the ops.
-SAMPLE_ROUNDS = 3
+SAMPLE_ROUNDS = 2
 # Bytes of a buffer that is read between rounds. It evicts the caches nearest to a core, as the
 # Trainer and the loader do between two steps.
 BETWEEN_BYTES = 2**22
