@@ -16,7 +16,13 @@ from alpa_strategy.cluster.spec import ClusterSpec
 from alpa_strategy.commands.origin import check_has_flags, request_of
 from alpa_strategy.commands.recipe_task import captured_by_name, split_overrides
 from alpa_strategy.display.console import make_console, plain
-from alpa_strategy.display.difference import change, difference_table, num_devices, stages_text
+from alpa_strategy.display.difference import (
+    change,
+    difference_table,
+    differing_layers,
+    num_devices,
+    stages_text,
+)
 from alpa_strategy.display.findings import findings
 from alpa_strategy.display.plan_words import assumed_rates_text
 from alpa_strategy.display.progress import Progress
@@ -337,9 +343,7 @@ class UnchangedPlan:
         return self.seconds is not None and self.peak_bytes <= self.memory_limit
 
 
-def _unchanged(
-    task: "PlanTask", plan: Plan | None, options: PlanOptions | None = None
-) -> UnchangedPlan:
+def _unchanged(task: "PlanTask", plan: Plan | None, options: PlanOptions) -> UnchangedPlan:
     """Return the seconds and bytes of a step of the changed task with the unchanged plan, or the
     problem.
 
@@ -349,7 +353,7 @@ def _unchanged(
     Args:
         task: the changed one.
         plan: the unchanged plan.
-        options: with which it was planned; None: those of `task`.
+        options: with which it was planned.
     """
     from alpa_strategy.planner.figures import excluding_option
     from alpa_strategy.planner.plan_stages import cost_on
@@ -359,7 +363,7 @@ def _unchanged(
     before, after = num_devices(plan), task.cluster.num_devices
     if before != after:
         return UnchangedPlan(problem=f"it is for {before} devices, not for {after}")
-    excluded = excluding_option(task.options, options or task.options, plan)
+    excluded = excluding_option(task.options, options, plan)
     if excluded:
         return UnchangedPlan(problem=f"it was made without {excluded}")
     try:
@@ -481,6 +485,6 @@ def _reasons(before: Plan, after: Plan, unchanged: UnchangedPlan) -> list[str]:
     old_stages, new_stages = stages_text(before), stages_text(after)
     if old_stages != new_stages:
         lines.append(f"It has {new_stages}, {outcome}; the plan as it is has {old_stages}.")
-    elif [stage.layers for stage in before.stages] != [stage.layers for stage in after.stages]:
+    elif differing_layers(before, after):
         lines.append(f"It has {new_stages} as before, with other layers, {outcome}.")
     return [*lines, *findings(after)]

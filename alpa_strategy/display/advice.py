@@ -39,7 +39,9 @@ class Change:
     is_of_cluster: bool = False
 
 
-def best_change(plan: Plan, memory_limit: float | None = None) -> str | None:
+def best_change(
+    plan: Plan, memory_limit: float | None = None, schedule: ScheduleTimeline | None = None
+) -> str | None:
     """Return the change that would help a plan most, and what it brings.
 
     Changes that were planned (`alpa plan hf:`) are returned as they are. Of others, a change of the
@@ -48,6 +50,7 @@ def best_change(plan: Plan, memory_limit: float | None = None) -> str | None:
     Args:
         plan: whose seconds are known.
         memory_limit: bytes per device; None: that of the plan's figures.
+        schedule: of the plan over time; None: it is laid out if it is needed.
 
     Returns:
         None if the seconds of the plan's step are not known.
@@ -58,8 +61,7 @@ def best_change(plan: Plan, memory_limit: float | None = None) -> str | None:
     if plan.figures is not None and plan.figures.planned_changes:
         return "; ".join(plan.figures.planned_changes)
     waiting = _waiting_share(plan)
-    # Long schedules take seconds to lay out: only where waiting is a part of the step.
-    schedule = plan_timeline(plan) if waiting >= LEAST_GAIN else None
+    schedule = schedule or schedule_of_waiting(plan)
     changes = [*_half_precision(plan), *_larger_batch(plan, memory_limit, schedule)]
     changes += [*_no_recomputation(plan), *_faster_links(plan, schedule)]
     best = _best([change for change in changes if not change.is_of_cluster])
@@ -132,10 +134,17 @@ def _advice_on_idle_devices(plan: Plan, idle: Sequence[float], mean: float) -> s
     )
 
 
+def schedule_of_waiting(plan: Plan) -> ScheduleTimeline | None:
+    """Return the plan's schedule over time; None if it has none, or waiting takes too little of the
+    step to matter: long schedules take seconds to lay out.
+    """
+    return plan_timeline(plan) if _waiting_share(plan) >= LEAST_GAIN else None
+
+
 def _waiting_share(plan: Plan) -> float:
-    """Return the share of the step in which the busiest devices wait."""
+    """Return the share of the step in which the busiest devices wait; 0 if it is not known."""
     parts = step_parts(plan)
-    return parts.get("waiting", 0.0) / sum(parts.values())
+    return parts.get("waiting", 0.0) / sum(parts.values()) if parts else 0.0
 
 
 def _idle_of_devices(plan: Plan) -> list[float]:

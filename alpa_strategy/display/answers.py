@@ -3,7 +3,7 @@
 import weakref
 from dataclasses import dataclass
 
-from alpa_strategy.display.advice import best_change
+from alpa_strategy.display.advice import best_change, schedule_of_waiting
 from alpa_strategy.display.findings import findings
 from alpa_strategy.display.memory import memory_limit_of
 from alpa_strategy.ir.plan import Plan
@@ -46,6 +46,8 @@ def answers_of(plan: Plan, memory_limit: float | None = None) -> Answers:
     last = _last
     if last is not None and last.plan() is plan and last.memory_limit == memory_limit:
         return last.answers
-    answers = Answers(tuple(findings(plan)), best_change(plan, memory_limit))
+    schedule = schedule_of_waiting(plan)
+    change = best_change(plan, memory_limit, schedule)
+    answers = Answers(tuple(findings(plan, schedule)), change)
     _last = _LastAnswers(weakref.ref(plan), memory_limit, answers)
     return answers

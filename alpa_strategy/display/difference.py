@@ -75,11 +75,11 @@ def _add_texts(table: Table, before: Plan, after: Plan) -> None:
     for name, text_of in facts:
         old, new = text_of(before), text_of(after)
         table.add_row(name, plain(old), plain(new), "" if old == new else "differs")
-    for index, old, new in _differing_layers(before, after)[:MAX_STAGES]:
+    for index, old, new in differing_layers(before, after)[:MAX_STAGES]:
         table.add_row(f"layers of stage {index}", plain(old), plain(new), "differs")
 
 
-def _differing_layers(before: Plan, after: Plan) -> list[tuple[int, str, str]]:
+def differing_layers(before: Plan, after: Plan) -> list[tuple[int, str, str]]:
     """Return (index, layers in each plan) of the stages that have other layers; [] if the numbers
     of stages differ.
     """
@@ -184,7 +184,7 @@ def _parameters(names: Sequence[str], before: Plan, after: Plan) -> RenderableTy
             key = collapse_indices(name), old.get(name), new.get(name)
             groups.setdefault(key, []).append(name)
     if not groups:
-        in_stages = ", in other stages" if _differing_layers(before, after) else ""
+        in_stages = ", in other stages" if differing_layers(before, after) else ""
         return Text(f"both store every parameter alike{in_stages}", style="dim")
 
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from alpa_strategy.display.communication import boundary_messages, hidden_messages_text
 from alpa_strategy.display.stage_groups import busiest_stages
 from alpa_strategy.display.table import step_parts
-from alpa_strategy.display.timeline import device_range, plan_timeline
+from alpa_strategy.display.timeline import ScheduleTimeline, device_range, plan_timeline
 from alpa_strategy.display.waits import waits, waits_text
 from alpa_strategy.ir.plan import Collective, Plan, stages_by_devices
 from alpa_strategy.units import format_bytes, format_seconds
@@ -30,12 +30,16 @@ _WORDS = {
 }
 
 
-def findings(plan: Plan) -> list[str]:
+def findings(plan: Plan, schedule: ScheduleTimeline | None = None) -> list[str]:
     """Return sentences: the parts of a step's time, the largest first, the slow boundaries between
     stages, and the collective that takes longest; [] if the parts are not known.
+
+    Args:
+        plan: the plan.
+        schedule: of the plan over time; None: it is laid out if it is needed.
     """
     # Messages are part of waiting, and come before it.
-    largest, *others = _parts(plan) or [""]
+    largest, *others = _parts(plan, schedule) or [""]
     lines = [largest, *_messages(plan), *others, *_imbalance(plan)]
     lines = [line for line in lines if line]
     collective = _largest_collective(plan)
@@ -44,9 +48,9 @@ def findings(plan: Plan) -> list[str]:
     return lines
 
 
-def _parts(plan: Plan) -> list[str]:
+def _parts(plan: Plan, schedule: ScheduleTimeline | None) -> list[str]:
     """Return a sentence for each component that takes a noticeable share of the step, largest
-    first.
+    first. Args: as of `findings`.
     """
     parts = step_parts(plan)
     total = sum(parts.values())
@@ -62,20 +66,19 @@ def _parts(plan: Plan) -> list[str]:
             if plan.is_pipelined and prefetches:
                 line += _PREFETCHED
         if name == "waiting":
-            line += _waited_for(plan)
+            line += _waited_for(plan, schedule or plan_timeline(plan))
         lines.append(line)
     return lines
 
 
-def _waited_for(plan: Plan) -> str:
+def _waited_for(plan: Plan, schedule: ScheduleTimeline | None) -> str:
     """Return a sentence, after a space, on what the busiest stage's devices wait for; "" if the
-    schedule is not known.
+    schedule is not known (None).
     """
-    timeline = plan_timeline(plan)
-    if timeline is None:
+    if schedule is None:
         return ""
     mesh = stages_by_devices(plan).index(busiest_stages(plan))
-    text = waits_text(waits(timeline)[mesh])
+    text = waits_text(waits(schedule)[mesh])
     return f" They wait {text}." if text else ""
 
 

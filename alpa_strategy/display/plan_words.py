@@ -313,11 +313,8 @@ def _unusable_text(plan: Plan, memory_limit: float) -> str:
     """Return how many bytes of a device no plan may use, to append, for a plan that uses almost all
     that it may; "" for others, and if they are not known.
     """
-    device_bytes = None if plan.figures is None else plan.figures.device_bytes
-    if device_bytes is None or plan.predicted.peak_bytes < _ALMOST_ALL * memory_limit:
-        return ""
-    num_bytes = device_bytes - memory_limit
-    if num_bytes <= 0:
+    num_bytes = 0.0 if plan.figures is None else plan.figures.unusable_bytes
+    if num_bytes == 0 or plan.predicted.peak_bytes < _ALMOST_ALL * memory_limit:
         return ""
     return f" ({format_bytes(num_bytes)} more are kept for the allocator and libraries)"
 

@@ -76,6 +76,13 @@ class TaskFigures:
     # `plan.compile=true: 1.20x the tokens/s, +2.00 GiB`.
     planned_changes: tuple[str, ...] = ()
 
+    @property
+    def unusable_bytes(self) -> float:
+        """Bytes of a device that no plan may use; 0 if they are not known."""
+        if self.device_bytes is None or self.memory_limit is None:
+            return 0.0
+        return max(0.0, self.device_bytes - self.memory_limit)
+
     def samples_per_second(self, step_seconds: float) -> float | None:
         """Return the samples per second of steps that take `step_seconds`; None: not known."""
         return _rate(self.num_samples, step_seconds)

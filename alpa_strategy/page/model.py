@@ -77,7 +77,7 @@ def page_model(
         **_figures(plan, details),
         "peak": plan.predicted.peak_bytes,
         "limit": _limit(plan, details),
-        "unusable": _unusable(plan, details),
+        "unusable": 0 if plan.figures is None else plan.figures.unusable_bytes,
         "memory": memory_of_devices(plan),
         "slowest": _slowest(plan, details),
         "busiest": busiest_text(plan),
@@ -201,15 +201,6 @@ def _limit(plan: Plan, details: PlanDetails | None) -> float | None:
     if details is None or details.memory_limit >= 1e30:
         return None
     return details.memory_limit
-
-
-def _unusable(plan: Plan, details: PlanDetails | None) -> float:
-    """Return the bytes of a device that no plan may use; 0 if they are not known."""
-    limit = _limit(plan, details)
-    device_bytes = None if plan.figures is None else plan.figures.device_bytes
-    if limit is None or device_bytes is None:
-        return 0
-    return max(0.0, device_bytes - limit)
 
 
 def _stage(index: int, stage: StagePlan, details: StageDetails | None) -> dict[str, Any]:

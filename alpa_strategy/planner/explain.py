@@ -205,14 +205,11 @@ class _Question:
 
     def _choice_of(self, layout: str, solved: SolvedStage) -> LayoutChoice:
         """Return the choice of `layout`, priced by the stage as solved with it."""
-        seconds = step_with(self._solver.job, self._plan, self._index, solved)
-        predicted = self._plan.predicted
-        on_host = predicted.host_seconds + predicted.loop_seconds - predicted.hidden_seconds
         of_stage = solved.plan.predicted
         changes = list(self._changes(solved.plan))
         return LayoutChoice(
             layout=layout,
-            seconds=seconds + on_host,
+            seconds=self._step_seconds(solved),
             stage_seconds=of_stage.step_seconds,
             num_bytes=of_stage.peak_bytes,
             compute_seconds=of_stage.compute_seconds,
@@ -220,6 +217,13 @@ class _Question:
             num_changes=len(changes),
             changes=tuple(changes[:LISTED_CHANGES]),
         )
+
+    def _step_seconds(self, solved: SolvedStage) -> float:
+        """Return the seconds of a step with the stage as solved, and all others as they are."""
+        seconds = step_with(self._solver.job, self._plan, self._index, solved)
+        predicted = self._plan.predicted
+        on_host = predicted.host_seconds + predicted.loop_seconds - predicted.hidden_seconds
+        return seconds + on_host
 
     def _of_plan(self, layout: str) -> LayoutChoice:
         """Return the choice that the plan made, with the plan's own predictions.
@@ -279,8 +283,7 @@ class _Question:
         text = format_seconds(seconds)
         if len(self._plan.stages) == 1:
             return f"{text} a step"
-        step_seconds = self._choice_of("", solved).seconds
-        of_step = max(0.0, self._plan.predicted.step_seconds - (step_seconds or 0.0))
+        of_step = max(0.0, self._plan.predicted.step_seconds - self._step_seconds(solved))
         return f"{text} of its own time in a step, {format_seconds(of_step)} of the whole step"
 
     def _lines_of_equals(self, chosen: str) -> Iterator[str]:
