@@ -72,10 +72,17 @@ class SharedMemoryGroup:
         shares_cores = size > len(os.sched_getaffinity(0))
         self._num_spins = 0 if shares_cores else SPINS
         self._patient_looks = LOOKS_ON_SHARED_CORES if shares_cores else PATIENT_LOOKS
+        self._file = _open_existing(path)
+        weakref.finalize(self, os.close, self._file)
         # A group that is made in an evaluation is written to in training steps as well.
         with torch.inference_mode(False):
+            # By its descriptor: `from_file` would make a file again that rank 0 has removed.
             memory = torch.from_file(
-                path, shared=True, size=total_bytes, dtype=torch.uint8, device="cpu"
+                f"/proc/self/fd/{self._file}",
+                shared=True,
+                size=total_bytes,
+                dtype=torch.uint8,
+                device="cpu",
             )
 
         # A line per rank with its counters, then the slots. A piece is a multiple of the ranks'
@@ -99,8 +106,6 @@ class SharedMemoryGroup:
         self._num_launched = 0
         # A lock on a byte shows that the rank is alive: the system releases it when the process
         # ends, for whatever reason.
-        self._file = os.open(path, os.O_RDWR)
-        weakref.finalize(self, os.close, self._file)
         fcntl.lockf(self._file, fcntl.LOCK_EX, 1, rank)
 
     def rank(self) -> int:
@@ -304,6 +309,21 @@ def _shared_by_all(
     shared = SharedMemoryGroup(path, rank, size, timeout.total_seconds(), total_bytes)
     dist.barrier(group)
     return shared
+
+
+def _open_existing(path: str) -> int:
+    """Open the file that rank 0 has made.
+
+    Raises:
+        LostRankError: rank 0 has failed, and has removed it.
+    """
+    try:
+        return os.open(path, os.O_RDWR)
+    except FileNotFoundError:
+        raise LostRankError(
+            "the rank that makes the shared memory of this host has failed",
+            "see its own output",
+        ) from None
 
 
 def _host() -> tuple[str, int, int] | None:

@@ -9,6 +9,7 @@ import random
 import time
 from functools import reduce
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -88,16 +89,35 @@ def test_results_are_the_sums_and_copies_that_gloo_makes(pool, ranks):
         assert files_of(process_id) == []
 
 
-def made_in_vain() -> tuple[str, list[str]]:
-    """Make a group while the barrier fails, as where another rank ends: the error and the files."""
+def made_in_vain(late_rank: int) -> tuple[str, int]:
+    """Make a group while the barrier fails, as where another rank ends: the error and rank 0's
+    process.
+
+    Args:
+        late_rank: maps the file only when the other has long failed.
+    """
+    rank = dist.get_rank()
+    process_ids: list[int] = [0] * dist.get_world_size()
+    dist.all_gather_object(process_ids, os.getpid())
+    group_class = shared_memory.SharedMemoryGroup
+
+    def late_group(*arguments: Any) -> SharedMemoryGroup:
+        time.sleep(0.5 if rank == late_rank else 0)
+        return group_class(*arguments)
+
     barrier = patch.object(shared_memory.dist, "barrier", side_effect=RuntimeError("a lost rank"))
-    with barrier, pytest.raises(RuntimeError) as error:
-        shared_memory.shared_memory_group(None, dist.get_rank(), dist.get_world_size())
-    return str(error.value), files_of(os.getpid())
+    group = patch.object(shared_memory, "SharedMemoryGroup", late_group)
+    with barrier, group, pytest.raises((RuntimeError, LostRankError)) as error:
+        shared_memory.shared_memory_group(None, rank, dist.get_world_size())
+    return str(error.value), process_ids[0]
 
 
-def test_a_group_that_fails_leaves_no_file(pool):
-    assert pool.run(2, made_in_vain) == [("a lost rank", [])] * 2
+@pytest.mark.parametrize("late_rank", [0, 1])
+def test_a_group_that_fails_leaves_no_file(pool, late_rank):
+    (error, process_id), (other_error, _) = pool.run(2, made_in_vain, late_rank)
+    assert error == "a lost rank"
+    assert ("has failed" in other_error) if late_rank == 1 else (other_error == "a lost rank")
+    assert files_of(process_id) == []
 
 
 def begun_together(seed: int) -> int:
