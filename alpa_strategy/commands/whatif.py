@@ -469,7 +469,9 @@ def _reasons(before: Plan, after: Plan, unchanged: UnchangedPlan) -> list[str]:
         saved = unchanged.seconds - step
         noticeable = 1e-3 * unchanged.seconds
         if not unchanged.fits:
-            lines.append(f"{line}, but does not fit: it needs {memory}.")
+            count = before.num_microbatches
+            cut = f", in {count} micro-batches as before" if count > 1 else ""
+            lines.append(f"{line}, but does not fit: it needs {memory}{cut}.")
             outcome = "which fits there"
         elif saved > noticeable:
             lines.append(f"{line}, and fits: {memory}. The new plan saves {format_seconds(saved)}.")

@@ -40,8 +40,9 @@ def run(arguments: argparse.Namespace) -> int:
 
     progress = Progress()
     stored = stored_plan(arguments.plan, progress)
-    with progress("solve every layout"), rare_collections():
-        answer = explain(stored.task, stored.plan, arguments.name)
+    with progress("solve with other layouts (a minute where memory binds)"), rare_collections():
+        most = None if arguments.all else MAX_ROWS
+        answer = explain(stored.task, stored.plan, arguments.name, most)
     make_console().print(explanation_table(answer, arguments.all))
 
     details = with_explanation(stored.details, answer)
@@ -84,9 +85,9 @@ def explanation_table(answer: Explanation, show_all: bool = False) -> Renderable
 
     title = Text.assemble(plain(answer.name, "bold"), f"  {answer.kind} of stage {answer.stage}")
     parts: list[RenderableType] = [title, table]
-    hidden = len(answer.choices) - len(shown)
+    hidden = len(answer.choices) - len(shown) + answer.num_slower
     if hidden:
-        parts.append(plain(f"and {hidden} more, with --all", "dim"))
+        parts.append(plain(f"and {hidden} more that are no faster, with --all", "dim"))
     parts += [plain(f"- {reason}", keeps_lines=True) for reason in answer.reasons]
     return Group(*parts)
 

@@ -71,7 +71,7 @@ def best_change(
         words.append(f"{best.text}: about {best.gain:.2f}x the samples/s")
     if of_cluster is not None and (best is None or of_cluster.gain > best.gain):
         unit = "" if words else " the samples/s"
-        words.append(f"{of_cluster.text}: about {of_cluster.gain:.2f}x{unit}")
+        words.append(f"{of_cluster.text}: about {of_cluster.gain:.2f}x{unit} with this plan")
     largest_gain = max((c.gain for c in (best, of_cluster) if c is not None), default=1.0)
     pins = _pins_of_waiting(plan)
     if pins and waiting - (1 - 1 / largest_gain) >= LEAST_GAIN:
@@ -95,7 +95,10 @@ def _advice_on_computation(plan: Plan) -> str:
     execution = plan.stages[0].execution
     if execution is not None and execution.compiled is not None:
         return "only more or faster devices shorten it"
-    return "compile=True may shorten it, and more or faster devices do"
+    return (
+        "compile=True may shorten it (`alpa whatif` with --set plan.compile=true says by how much),"
+        " and more or faster devices do"
+    )
 
 
 def _pins_of_waiting(plan: Plan) -> list[str]:

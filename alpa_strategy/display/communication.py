@@ -7,13 +7,10 @@ from rich.console import Group, RenderableType
 
 from alpa_strategy.display.console import plain
 from alpa_strategy.display.table import add_columns, plain_table
-from alpa_strategy.display.timeline import has_timeline
+from alpa_strategy.display.timeline import MAX_ACTIONS, has_timeline, num_actions
 from alpa_strategy.ir.plan import Plan, StagePlan, stages_by_devices
 from alpa_strategy.schedules import seconds_of_many
-from alpa_strategy.units import format_seconds
-
-# Actions of a step up to which it is simulated without its messages: it takes about 0.1 s.
-MAX_ACTIONS = 40_000
+from alpa_strategy.units import format_bytes, format_seconds
 
 # Seconds that differ by less than this share are the same: they were summed in another order.
 ROUNDING = 1e-6
@@ -31,6 +28,9 @@ class BoundaryMessages:
     # Of one message.
     one_way_seconds: float
 
+    # Of a micro-batch, both ways, over all links of the boundary; None: not known.
+    round_trip_bytes: int | None
+
     @property
     def seconds(self) -> float:
         """Of all messages of a step, one after the other."""
@@ -43,7 +43,8 @@ def boundary_messages(plan: Plan) -> list[BoundaryMessages]:
     for index, stage in enumerate(plan.stages[:-1]):
         if stage.boundary_seconds > 0:
             count = 2 * plan.num_microbatches
-            messages.append(BoundaryMessages(index, count, stage.boundary_seconds / 2))
+            one_way_seconds = stage.boundary_seconds / 2
+            messages.append(BoundaryMessages(index, count, one_way_seconds, stage.boundary_bytes))
     return messages
 
 
@@ -52,7 +53,7 @@ def exposed_message_seconds(plan: Plan) -> float | None:
 
     None if the schedule or its seconds are not known, or if the step has too many actions.
     """
-    if not has_timeline(plan) or 2 * len(plan.stages) * plan.num_microbatches > MAX_ACTIONS:
+    if not has_timeline(plan) or num_actions(plan) > MAX_ACTIONS:
         return None
     seconds = [plan, replace(plan, stages=tuple(map(_without_messages, plan.stages)))]
     longer, shorter = map(_schedule_seconds, seconds)
@@ -97,11 +98,14 @@ def messages_table(plan: Plan) -> RenderableType | None:
     if not messages:
         return None
     table = plain_table("messages")
-    add_columns(table, (), ("calls", "each way", "time per step"))
+    add_columns(table, (), ("calls", "bytes per step", "each way", "time per step"))
     for of in messages:
-        one_way, seconds = map(format_seconds, (of.one_way_seconds, of.seconds))
         table.add_row(
-            f"stage {of.stage} to {of.stage + 1} and back", str(of.count), one_way, seconds
+            f"stage {of.stage} to {of.stage + 1} and back",
+            str(of.count),
+            format_bytes(of.round_trip_bytes * of.count / 2) if of.round_trip_bytes else "",
+            format_seconds(of.one_way_seconds),
+            format_seconds(of.seconds),
         )
     return Group(table, plain(hidden_messages_text(plan), "dim"))
 

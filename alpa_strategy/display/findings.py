@@ -149,8 +149,11 @@ def _messages(plan: Plan) -> list[str]:
     is_noticed = is_longest and of_step >= WORTH_SAYING * plan.predicted.step_seconds
     if not slow and not is_noticed:
         return []
+    num_bytes = ""
+    if stage.boundary_bytes:
+        num_bytes = f" ({format_bytes(stage.boundary_bytes / 2)} of a micro-batch)"
     line = (
-        f"Messages from stage {index} to {index + 1} take"
+        f"Messages from stage {index} to {index + 1}{num_bytes} take"
         f" {format_seconds(stage.boundary_seconds / 2)} each way, against"
         f" {format_seconds(stage.forward_seconds)} of forward"
     )

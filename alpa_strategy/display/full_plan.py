@@ -22,6 +22,7 @@ from alpa_strategy.display.table import (
     stage_overview,
 )
 from alpa_strategy.display.timeline import MAX_DRAWN, plan_timeline
+from alpa_strategy.display.waits import waits_table
 from alpa_strategy.ir.plan import Plan
 
 # Columns of a picture.
@@ -47,6 +48,9 @@ def plan_table(
         messages = messages_table(plan)
         if messages is not None:
             sections += [Text(), messages]
+        waiting = waits_table(plan)
+        if waiting is not None:
+            sections += [Text(), plain("waiting", "dim"), waiting]
         sections += _memory_of_stages(plan, memory_limit_of(plan, memory_limit))
     schedule = plan_timeline(plan, MAX_DRAWN)
     if schedule is not None:

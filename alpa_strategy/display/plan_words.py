@@ -313,10 +313,19 @@ def _unusable_text(plan: Plan, memory_limit: float) -> str:
     """Return how many bytes of a device no plan may use, to append, for a plan that uses almost all
     that it may; "" for others, and if they are not known.
     """
-    num_bytes = 0.0 if plan.figures is None else plan.figures.unusable_bytes
-    if num_bytes == 0 or plan.predicted.peak_bytes < _ALMOST_ALL * memory_limit:
+    if plan.figures is None or not peak_names_unusable(plan, memory_limit):
         return ""
-    return f" ({format_bytes(num_bytes)} more are kept for the allocator and libraries)"
+    num_bytes = format_bytes(plan.figures.unusable_bytes)
+    return f" ({num_bytes} more are kept for the allocator and libraries)"
+
+
+def peak_names_unusable(plan: Plan, memory_limit: float) -> bool:
+    """Return whether `peak_text` names the bytes of a device that no plan may use: they are known,
+    and the plan uses almost all others.
+    """
+    if plan.figures is None or plan.figures.unusable_bytes == 0:
+        return False
+    return plan.predicted.peak_bytes >= _ALMOST_ALL * memory_limit
 
 
 def rates_text(figures: TaskFigures | None, step_seconds: float) -> str:

@@ -85,6 +85,8 @@ def plan_timing(plan: Plan, peak_rss: float | None = None) -> Text:
 LIMITED_BY_HOST = 0.5
 # Times the prediction from which on a likely cause of a slow step is named.
 CLEARLY_SLOWER = 1.5
+# A lower bound of the step that is at least this share below it says little.
+WEAK_BOUND = 0.2
 
 
 def prediction_text(seconds: float, planned_seconds: float) -> str:
@@ -548,7 +550,8 @@ def proof_of(plan: Plan) -> str:
         return "distance to the optimum not known"
     share = max(plan.gap, 1e-4)
     least = format_seconds(plan.predicted.step_seconds * (1 - share))
-    return f"no plan{kind} takes less than {least} ({share:.2%} less)"
+    weak = ", a weak bound" if share >= WEAK_BOUND else ""
+    return f"no plan{kind} takes less than {least} ({share:.2%} less){weak}"
 
 
 def tune_table(plans: Mapping[int, Plan | Exception], best: int | None, num_ranks: int) -> Table:

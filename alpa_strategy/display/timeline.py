@@ -33,6 +33,9 @@ MEANINGS = {
 # Columns of the lines in a terminal, at most.
 MAX_WIDTH = 120
 
+# Actions of a step up to which its schedule is laid out for a table: it takes about 0.1 s.
+MAX_ACTIONS = 40_000
+
 
 @dataclass(frozen=True)
 class ScheduleTimeline:
@@ -136,6 +139,11 @@ def has_timeline(plan: Plan) -> bool:
     """Return whether a plan has several stages, a schedule that is known, and its seconds."""
     has_seconds = any(stage.forward_seconds for stage in plan.stages)
     return len(plan.stages) > 1 and plan.schedule in SCHEDULES and has_seconds
+
+
+def num_actions(plan: Plan) -> int:
+    """Return the forwards and backwards of a step, of all stages and micro-batches."""
+    return 2 * len(plan.stages) * plan.num_microbatches
 
 
 def device_range(stage: StagePlan) -> str:

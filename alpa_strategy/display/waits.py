@@ -3,13 +3,27 @@
 from collections import defaultdict
 from collections.abc import Sequence
 
-from alpa_strategy.display.timeline import ScheduleTimeline
+from rich.console import Group, RenderableType
+
+from alpa_strategy.display.console import plain
+from alpa_strategy.display.table import add_columns, plain_table
+from alpa_strategy.display.timeline import (
+    MAX_ACTIONS,
+    ScheduleTimeline,
+    has_timeline,
+    num_actions,
+    plan_timeline,
+)
+from alpa_strategy.ir.plan import Plan
 from alpa_strategy.schedule_times import input_of, result_of
 from alpa_strategy.schedules import TimedAction
+from alpa_strategy.units import format_seconds
 
 # Reasons that take less than this share of all waiting are left out of a sentence.
 _LEAST_SHARE = 0.05
 _MOST_REASONS = 3
+# Rows of the table of meshes.
+_MOST_MESHES = 8
 _END = "the end of the step, when their work is done"
 
 
@@ -56,6 +70,28 @@ def _waits_of(
         (f"the {work} of stage {stage}", computed - since),
         (f"messages from stage {stage}", action.start - computed),
     ]
+
+
+def waits_table(plan: Plan) -> RenderableType | None:
+    """Return a table of what the devices of each stage wait for, a row for each mesh.
+
+    None if the plan has one stage, its schedule is not known, or it is too long to lay out.
+    """
+    if not has_timeline(plan) or num_actions(plan) > MAX_ACTIONS:
+        return None
+    schedule = plan_timeline(plan)
+    assert schedule is not None
+    of_meshes = waits(schedule)
+    table = plain_table("devices")
+    add_columns(table, (), ("idle",))
+    table.add_column("of that")
+    for mesh, rows in enumerate(of_meshes[:_MOST_MESHES]):
+        idle = format_seconds(sum(seconds for _, seconds in rows))
+        table.add_row(schedule.meshes[mesh], idle, waits_text(rows))
+    num_others = len(of_meshes) - _MOST_MESHES
+    if num_others <= 0:
+        return table
+    return Group(table, plain(f"and {num_others} more on the page", "dim"))
 
 
 def waits_text(rows: Sequence[tuple[str, float]]) -> str:

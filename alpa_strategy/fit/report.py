@@ -10,7 +10,13 @@ from alpa_strategy.cluster.spec import ClusterSpec
 from alpa_strategy.display.console import plain
 from alpa_strategy.display.figures import add_warning, labelled_rows
 from alpa_strategy.display.memory import memory_of_meshes, memory_table
-from alpa_strategy.display.plan_words import flops_text, peak_text, plan_words, rates_text
+from alpa_strategy.display.plan_words import (
+    flops_text,
+    peak_names_unusable,
+    peak_text,
+    plan_words,
+    rates_text,
+)
 from alpa_strategy.errors import PlanError
 from alpa_strategy.fit.changes import FitCase, PlannedChange, change_line
 from alpa_strategy.fit.request import FitRequest
@@ -46,7 +52,7 @@ def verdict(plan: Plan, cluster: ClusterSpec, usable_bytes: float) -> Table:
     table = labelled_rows()
     peak = peak_text(plan, usable_bytes, 0)
     table.add_row("fits", Text.assemble(("yes", "bold green"), "  ", peak))
-    table.add_row("", plain(_limit_text(cluster, usable_bytes), "dim"))
+    table.add_row("", plain(_limit_text(plan, cluster, usable_bytes), "dim"))
     rates = rates_text(plan.figures, seconds)
     table.add_row("speed", f"a step {format_seconds(seconds)}, {rates}")
     flops = flops_text(plan.figures)
@@ -57,15 +63,15 @@ def verdict(plan: Plan, cluster: ClusterSpec, usable_bytes: float) -> Table:
     return table
 
 
-def _limit_text(cluster: ClusterSpec, usable_bytes: float) -> str:
+def _limit_text(plan: Plan, cluster: ClusterSpec, usable_bytes: float) -> str:
     """Return a text with the size of a device's memory, and with the part of it that is left to the
-    allocator, if any.
+    allocator, if there is one that `peak_text` does not name.
 
     Args:
         usable_bytes: that a plan may use.
     """
     device_bytes = cluster.device.memory_bytes
-    if usable_bytes >= device_bytes:
+    if usable_bytes >= device_bytes or peak_names_unusable(plan, usable_bytes):
         return f"of a device of {format_bytes(device_bytes)}"
     left = format_bytes(device_bytes - usable_bytes)
     return f"{left} of a device's {format_bytes(device_bytes)} are left to the allocator"

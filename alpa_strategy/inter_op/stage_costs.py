@@ -186,6 +186,15 @@ class StageCostTask:
             rows.append([of_values, of_gradients])
         return np.array(rows)
 
+    def bytes_between(self, ends: Sequence[int]) -> np.ndarray:
+        """Return [stage, 2] bytes of a micro-batch's values that leave each stage, and of their
+        gradients that come back.
+
+        Args:
+            ends: of each stage, the index of the op after its last.
+        """
+        return replace(self, cuts=(0, *ends)).crossing_bytes[1:]
+
     @property
     def gradients_begin(self) -> bool:
         """Whether no parameter has a gradient when the graph's backward begins."""

@@ -43,7 +43,7 @@ BY_TENSOR_GAP = 1e-3
 # Relative gap at which the layouts of a pipeline's stage are good enough: the stages themselves are
 # chosen within 1e-3 of their optimum. It is good enough, too, for one stage on a large mesh, which
 # seldom is the plan.
-STAGE_GAP = 3e-4
+STAGE_GAP = 1e-3
 LARGE_MESH = 128
 # Segments with at least this share of the largest one's graph count for the memory limit.
 LARGE_SEGMENT_SHARE = 0.9

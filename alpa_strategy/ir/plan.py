@@ -206,6 +206,10 @@ class StagePlan:
     # One micro-batch's values to the next stage and their gradients back; 0 if not known.
     boundary_seconds: float = 0.0
 
+    # Bytes of the same values and gradients, of all devices together; None: not known, or no
+    # messages.
+    boundary_bytes: int | None = None
+
     # The modules of its ops, for display: `embed to blocks.3`.
     layers: str = ""
 

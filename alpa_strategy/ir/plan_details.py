@@ -229,11 +229,14 @@ class Explanation:
 
     chosen: LayoutChoice
 
-    # All other layouts, the cheapest first.
+    # Other layouts, the cheapest first.
     choices: tuple[LayoutChoice, ...]
 
     # Sentences: what the next best costs, what binds it, what would have to change.
     reasons: tuple[str, ...]
+
+    # Layouts that were not solved to the end: the stage is no faster with them, or does not fit.
+    num_slower: int = 0
 
 
 @dataclass(frozen=True)

@@ -49,6 +49,7 @@ _OPTIONAL_FIELDS = {
     "forward_seconds",
     "backward_seconds",
     "boundary_seconds",
+    "boundary_bytes",
     "prefetched_bytes",
     "num_chunks",
     "execution",
@@ -69,6 +70,7 @@ _OPTIONAL_FIELDS = {
     "planned_changes",
     "flops",
     "largest",
+    "num_slower",
 }
 
 # Fields that come last in their object, in this order, because they are long.

@@ -149,7 +149,11 @@ def _explanations(details: PlanDetails | None) -> dict[str, Any]:
                     "problem": choice.problem,
                 }
             )
-        answers[answer.name] = {"choices": choices, "reasons": list(answer.reasons)}
+        answers[answer.name] = {
+            "choices": choices,
+            "reasons": list(answer.reasons),
+            "slower": answer.num_slower,
+        }
     return answers
 
 
@@ -219,6 +223,7 @@ def _stage(index: int, stage: StagePlan, details: StageDetails | None) -> dict[s
         "forward": short_number(stage.forward_seconds),
         "backward": short_number(stage.backward_seconds),
         "boundary": short_number(stage.boundary_seconds),
+        "boundaryBytes": stage.boundary_bytes,
         "seconds": short_number(p.step_seconds),
         "compute": short_number(p.compute_seconds),
         "communication": short_number(p.communication_seconds),

@@ -257,7 +257,10 @@ def _placed_stages(
         wires: seconds of its messages to the next stage, for one micro-batch, both ways.
     """
     stages = []
-    for stage, first_device, wire in zip(solved, first_devices, wires, strict=True):
+    num_bytes = job.bytes_between([stage.plan.ops[1] for stage in solved])
+    for index, (stage, first_device, wire) in enumerate(
+        zip(solved, first_devices, wires, strict=True)
+    ):
         num_devices = math.prod(stage.plan.submesh)
         placed = replace(
             stage.plan,
@@ -265,6 +268,8 @@ def _placed_stages(
             devices=job.cluster.ranks_of(first_device, num_devices),
             layers=span_name(job.graph, *stage.plan.ops),
             boundary_seconds=wire,
+            # Stages on one mesh hand their values on without messages.
+            boundary_bytes=int(num_bytes[index].sum()) if wire > 0 else None,
         )
         stages.append(placed)
     return stages

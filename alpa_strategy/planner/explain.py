@@ -5,6 +5,7 @@ all other layouts follow it, and memory binds as it does in the plan.
 """
 
 import math
+from bisect import insort
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ import numpy as np
 
 from alpa_strategy.errors import PlanError, did_you_mean
 from alpa_strategy.inter_op.stage_solve import PricedStage, SolvedStage, StageSolver
+from alpa_strategy.intra_op.solver.solve import NoCheaperSolution
 from alpa_strategy.ir.graph import StepGraph
 from alpa_strategy.ir.plan import ParameterPlan, Plan, StagePlan, modes_text, stages_by_devices
 from alpa_strategy.ir.plan_details import Explanation, LayoutChoice
@@ -34,7 +36,7 @@ _SIMPLER = (
 )
 
 
-def explain(task: PlanTask, plan: Plan, name: str) -> Explanation:
+def explain(task: PlanTask, plan: Plan, name: str, most: int | None = None) -> Explanation:
     """Solve a plan's stage with every other layout of a parameter or op, and return these with
     their costs, the cheapest first.
 
@@ -42,6 +44,9 @@ def explain(task: PlanTask, plan: Plan, name: str) -> Explanation:
         task: for which the plan was made.
         plan: of the task.
         name: of a parameter (any of its names) or an op, as the plan has it.
+        most: layouts to solve to the end: those with which the stage takes least. Of the others
+            only their number is returned. None: all. Where memory binds, one layout may take many
+            seconds.
 
     Raises:
         PlanError: there is no such parameter or op, or the plan has no layouts of its own.
@@ -56,7 +61,20 @@ def explain(task: PlanTask, plan: Plan, name: str) -> Explanation:
     solver = StageSolver(job)
     request = stage_request(job, task, plan, index)
     priced = solver.price(request, plan.stages[index].recompute_per_microbatch)
-    return _Question(task, plan, solver, priced, index, of).answer()
+    return _Question(task, plan, solver, priced, index, of).answer(most)
+
+
+@dataclass(frozen=True)
+class _PinnedLayout:
+    """A layout of what is explained, and the stage with it, solved without a memory limit."""
+
+    layout: str
+    priced: PricedStage
+
+    @property
+    def least_seconds(self) -> float:
+        """A lower bound of what the solver minimises, with any limit."""
+        return self.priced.free.bound
 
 
 @dataclass(frozen=True)
@@ -122,36 +140,30 @@ class _Question:
     def _stage(self) -> StagePlan:
         return self._plan.stages[self._index]
 
-    def answer(self) -> Explanation:
+    def answer(self, most: int | None) -> Explanation:
         """Solve the stage with each layout of the parameter or op, and return the layouts with
         their costs and the reasons for the chosen one.
+
+        Args:
+            most: layouts to solve to the end; None: all.
         """
         chosen_layout = self._layout_in(self._stage)
         chosen = self._of_plan(chosen_layout)
-        others: list[LayoutChoice] = []
-        reasons: list[str] = []
-        forbidden = 0
-        solved: list[tuple[str, LayoutChoice, float]] = []
-        for layout, strategies in self._layouts():
-            cost = self._priced.intra.problem.choices[self._choice].cost[list(strategies)]
-            if np.isfinite(cost).any():
-                solved.append((layout, *self._solved(layout, strategies)))
-            else:
-                forbidden += 1
+        pinned, others = self._pinned()
+        allowed = self._without_penalties(pinned, chosen_layout)
+        num_forbidden = len(list(self._layouts())) - len(allowed) - len(others)
 
-        # A named plan forbids uses of parameters by penalties longer than any step. A choice may
-        # have those that the plan cannot avoid either.
-        of_plan = sum(penalty for layout, _, penalty in solved if layout == chosen_layout)
-        most_penalty = of_plan + self._stage.predicted.step_seconds
-        for layout, choice, penalty in solved:
-            if penalty > most_penalty:
-                forbidden += 1
-            elif layout != chosen_layout:
-                others.append(choice)
-            elif _is_faster(choice, chosen):
+        reasons: list[str] = []
+        candidates = []
+        for candidate in allowed:
+            if candidate.layout != chosen_layout:
+                candidates.append(candidate)
+            elif self._is_beaten(candidate, chosen):
                 reasons.append(_SIMPLER)
+        solved_choices, num_slower = self._best(candidates, most)
+        others += solved_choices
         others.sort(key=_order)
-        writer = _Reasons(self._plan, self._stage, chosen, others, forbidden)
+        writer = _Reasons(self._plan, self._stage, chosen, others, num_forbidden)
         return Explanation(
             name=self._of.name,
             kind="parameter" if self._of.is_parameter else "op",
@@ -165,7 +177,82 @@ class _Question:
                 *self._memory_lines(chosen_layout),
                 *self._shared_memory_lines(),
             ),
+            num_slower=num_slower,
         )
+
+    def _pinned(self) -> tuple[list[_PinnedLayout], list[LayoutChoice]]:
+        """Return the stage with each layout that has a finite cost, solved without a memory limit,
+        and the layouts with which it has no solution.
+        """
+        pinned: list[_PinnedLayout] = []
+        impossible: list[LayoutChoice] = []
+        costs = self._priced.intra.problem.choices[self._choice].cost
+        for layout, strategies in self._layouts():
+            if not np.isfinite(costs[list(strategies)]).any():
+                continue
+            try:
+                priced = self._solver.pinned(self._priced, self._choice, strategies)
+            except PlanError as error:
+                impossible.append(_impossible(layout, error))
+            else:
+                pinned.append(_PinnedLayout(layout, priced))
+        return pinned, impossible
+
+    def _without_penalties(
+        self, pinned: Sequence[_PinnedLayout], chosen_layout: str
+    ) -> list[_PinnedLayout]:
+        """Return the layouts that the plan's options allow.
+
+        A named plan forbids uses of parameters by penalties longer than any step. A layout may have
+        those that the plan cannot avoid either.
+        """
+        if self._priced.intra.unrestricted is None:
+            return list(pinned)
+        penalties = {}
+        for candidate in pinned:
+            laid_out = self._solver.laid_out(candidate.priced, candidate.priced.free)
+            seconds = laid_out.plan.predicted.step_seconds
+            penalties[candidate.layout] = laid_out.objective - seconds
+        of_plan = penalties.get(chosen_layout, 0.0)
+        most_penalty = of_plan + self._stage.predicted.step_seconds
+        return [candidate for candidate in pinned if penalties[candidate.layout] <= most_penalty]
+
+    def _is_beaten(self, candidate: _PinnedLayout, chosen: LayoutChoice) -> bool:
+        """Return whether the stage may be faster than in the plan, with the plan's own layout."""
+        try:
+            solved = self._solver.solve_priced(candidate.priced)
+        except PlanError:
+            return False
+        return _is_faster(self._choice_of(candidate.layout, solved), chosen)
+
+    def _best(
+        self, candidates: Sequence[_PinnedLayout], most: int | None
+    ) -> tuple[list[LayoutChoice], int]:
+        """Solve the stage with the layouts that may be among the best, and return these with those
+        that do not fit, and the number of the others.
+
+        Args:
+            candidates: layouts other than the plan's.
+            most: of the best; None: all.
+        """
+        choices: list[LayoutChoice] = []
+        # What the solver minimised, in ascending order.
+        objectives: list[float] = []
+        num_slower = 0
+        for candidate in sorted(candidates, key=lambda candidate: candidate.least_seconds):
+            cutoff = math.inf
+            if most is not None and len(objectives) >= most:
+                cutoff = objectives[most - 1]
+            try:
+                solved = self._solver.solve_priced(candidate.priced, cutoff)
+            except NoCheaperSolution:
+                num_slower += 1
+            except PlanError as error:
+                choices.append(_impossible(candidate.layout, error))
+            else:
+                insort(objectives, solved.objective)
+                choices.append(self._choice_of(candidate.layout, solved))
+        return choices, num_slower
 
     def _layouts(self) -> Iterator[tuple[str, tuple[int, ...]]]:
         """Yield every layout as text, with the indices of the choice's strategies that have it."""
@@ -187,21 +274,6 @@ class _Question:
         if self._of.is_parameter:
             return _parameter_layout(stage.parameter_plans[self._of.name])
         return _op_layout(stage.strategies[self._of.name])
-
-    def _solved(self, layout: str, strategies: Sequence[int]) -> tuple[LayoutChoice, float]:
-        """Return the stage's best solution with one layout, and the penalties that it has; a choice
-        with the problem in place of seconds, and 0.0, if there is none.
-
-        Args:
-            strategies: of the choice, those that have the layout.
-        """
-        try:
-            pinned = self._solver.pinned(self._priced, self._choice, strategies)
-            solved = self._solver.solve_priced(pinned)
-        except PlanError as error:
-            return LayoutChoice(layout=layout, seconds=None, problem=error.problem), 0.0
-        penalty = solved.objective - solved.plan.predicted.step_seconds
-        return self._choice_of(layout, solved), penalty
 
     def _choice_of(self, layout: str, solved: SolvedStage) -> LayoutChoice:
         """Return the choice of `layout`, priced by the stage as solved with it."""
@@ -416,6 +488,11 @@ class _Reasons:
         if refused:
             layouts = ", ".join(choice.layout for choice in refused[:3])
             yield f"Do not fit into memory: {layouts}: {refused[0].problem}."
+
+
+def _impossible(layout: str, error: PlanError) -> LayoutChoice:
+    """Return the choice of a layout with which the stage has no solution that fits."""
+    return LayoutChoice(layout=layout, seconds=None, problem=error.problem)
 
 
 def _order(choice: LayoutChoice) -> float:

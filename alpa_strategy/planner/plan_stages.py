@@ -122,10 +122,9 @@ def boundary_seconds(job: StageCostTask, plan: Plan) -> list[float]:
     plan on the devices of `job`; 0 for the last one and between stages on one mesh.
     """
     cluster = job.cluster
-    ends = tuple(stage.ops[1] for stage in plan.stages)
-    num_bytes = replace(job, cuts=(0, *ends)).crossing_bytes
+    num_bytes = job.bytes_between([stage.ops[1] for stage in plan.stages])
     seconds = []
-    for index, (sender, receiver) in enumerate(pairwise(plan.stages), start=1):
+    for index, (sender, receiver) in enumerate(pairwise(plan.stages)):
         first_sender, num_sending = sender.first_device, math.prod(sender.submesh)
         if receiver.first_device == first_sender:
             seconds.append(0.0)

