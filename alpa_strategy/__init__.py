@@ -97,7 +97,8 @@ def __getattr__(name: str) -> Any:
 
 def _register() -> None:
     """Make `strategy="alpa"` (and `alpa_notebook`) known to Lightning, and checkpoint directories
-    to its loading; switch on all extras.
+    to its loading and its CLI. Let Fabric and `pytorch_lightning` refuse alpa. Switch on all
+    extras.
     """
     with without_collections():
         strategy = importlib.import_module("alpa_strategy.strategy")

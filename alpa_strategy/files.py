@@ -141,7 +141,9 @@ def sync(path: Path) -> None:
 
 
 def is_possible(path: Path) -> bool:
-    """Whether a file can have this path: no NUL, no lone surrogate, no name that is too long."""
+    """Whether a file can have this path: no NUL, no character without an encoding in file names, no
+    name that is too long.
+    """
     try:
         os.stat(path)
     except ValueError:

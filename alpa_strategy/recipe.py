@@ -141,7 +141,9 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
 
 
 def _nearest_recipe(path: Path) -> str:
-    """Return the fix for a missing recipe: a similar name, else all shipped names."""
+    """Return the fix for a missing recipe: a similar name; else all shipped names if `path` is a
+    bare name, or to check the path.
+    """
     neighbours = [file.name for file in path.parent.glob("*.y*ml")]
     shipped = shipped_names(RECIPES) if len(path.parts) == 1 else []
     known = f"give a file or one of: {', '.join(shipped)}" if shipped else "check the path"

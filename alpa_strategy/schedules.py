@@ -343,7 +343,7 @@ def timeline(
 
     Args:
         forward, backward: seconds of one micro-batch per stage, in pipeline order.
-        num_meshes: number of meshes (default: one per stage).
+        num_meshes: number of meshes, a divisor of the number of stages (default: one per stage).
         boundary: seconds of a message between stage s and s + 1, each way. A link transfers one
             message at a time.
 

@@ -68,7 +68,7 @@ def format_rate(per_second: float) -> str:
 
 
 def _three_digits(value: float) -> str:
-    """Return a number below 1000 with three significant digits, rounded."""
+    """Return a number below 1000 with three significant digits, rounded; two decimals below 1."""
     if abs(value) < 9.995:
         return f"{value:.2f}"
     if abs(value) < 99.95:

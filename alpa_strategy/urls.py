@@ -123,7 +123,9 @@ def download(url: str, target: Path) -> None:
 
 
 def upload(source: Path, url: str) -> None:
-    """Copy the local file `source` to `url`, which no one reads before it is complete.
+    """Copy the local file `source` to `url`, and make its folder.
+
+    Not atomic: no process may read `url` before this returns. `replace` has no such condition.
 
     Raises:
         OSError: it cannot be written, or has another size then.

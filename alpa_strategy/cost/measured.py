@@ -395,10 +395,10 @@ def _matmul_rate(dtype: torch.dtype, device: torch.device, budget_seconds: float
 def _best_seconds(
     fn: Callable[[], object], device: torch.device, budget_seconds: float, at_least: int = 1
 ) -> float:
-    """Smallest time of `fn` over a few runs after a warm-up run, within the budget.
+    """Return the least seconds of a call of `fn`, over a warm-up and a few measurements.
 
-    If the warm-up alone exceeds it, `at_least` further runs are made if that is more than 1. Else
-    the time of the warm-up counts.
+    These end when the budget is spent, but not before `at_least` of them. If the warm-up alone
+    exceeds the budget and `at_least` is 1, its seconds are returned.
     """
     once = _seconds(fn, device, 1)
     if once > budget_seconds and at_least <= 1:

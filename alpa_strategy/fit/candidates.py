@@ -109,7 +109,7 @@ class Candidates:
 
     def _shapes(self, submesh: tuple[int, int]) -> list[tuple[int, ...]]:
         """Return the flat mesh, and those whose second axis is all devices per node of `submesh` or
-        half of them; all that are allowed if the options pin `logical_mesh`.
+        half of them, at least 2; all that are allowed if the options pin `logical_mesh`.
         """
         allowed = allowed_shapes(self.task.cluster, self.task.options, submesh)
         if self.task.options.logical_mesh is not None:

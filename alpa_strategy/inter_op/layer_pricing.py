@@ -229,7 +229,8 @@ def _kinds(job: "StageCostTask", mesh: LogicalMesh, ends: Sequence[LayerBoundary
 
 
 def _seconds_per_byte(layers: Sequence[LayerMatrix]) -> float:
-    """Return the step's seconds per byte in the fastest layouts; 1.0 if a layer is impossible.
+    """Return the least seconds of the step per least bytes that it stores; 1.0 if a layer is
+    impossible.
 
     Args:
         layers: the matrix of every layer, without a price of memory.

@@ -85,7 +85,7 @@ def _without_hidden(problem: LayerProblem, overlap: float) -> LayerProblem:
     """Return a layer's problem without the share of the communication of parameters that may be
     hidden behind computation (`beside_compute.without_prefetched`).
 
-    Without `overlap`, all reductions of gradients may be (`one_stage.hidden_seconds`).
+    Without `overlap`, all reductions of gradients may be (`one_stage.seconds_with_overlap`).
     """
     problem = without_hidden_gathers(problem, overlap)
     intra = problem.stage.intra

@@ -138,8 +138,9 @@ def _gather_seconds(intra: IntraOp) -> dict[int, np.ndarray]:
 
 
 def _views(intra: IntraOp, ops: Collection[int]) -> dict[int, np.ndarray]:
-    """Return the ops that are views of results of `ops`, or of such views, with all of their
-    strategies.
+    """Return op -> all of its strategies, for views of results of `ops` and views of such views.
+
+    Views of re-gathered values (`IntraOp.gathered_again`) are left out.
     """
     views: dict[int, np.ndarray] = {}
     for index, op in enumerate(intra.step.ops):

@@ -62,10 +62,11 @@ def _items(parts: Mapping[str, int], memory: StageMemory) -> dict[str, dict[str,
 
 
 def memory_over_time(stage: StagePlan, memory: StageMemory) -> dict[str, int]:
-    """Return the bytes of a stage that come and go in a step.
+    """Return the bytes of a stage that change within a step: `per_step`, and of `memory` the parts
+    `activations`, `recomputed`, `temporary` and `update`.
 
-    `per_step` are the values that are made once per step, where the parts at the peak, in the
-    update, have them in `temporary`: the rest of the step has them in `weights`.
+    `per_step`: values that are made once per step and are freed by the update. They are to be added
+    to the plan's `weights` before the update, and to `update` in it; 0 if `weights` has them.
     """
     parts = stage.predicted.memory
     constant = sum(parts.get(part, 0) for part in ("weights", "gradients", "state"))

@@ -210,8 +210,8 @@ def _or_data_parallel(task: PlanTask, plan: Plan, data_parallel: Plan) -> Plan:
     beside a host that takes longer.
     """
     overlap = task.cluster.overlap
-    plan_seconds = seconds_with_host(hidden_seconds(plan, overlap), task)
-    data_seconds = seconds_with_host(hidden_seconds(data_parallel, overlap), task)
+    plan_seconds = seconds_with_host(seconds_with_overlap(plan, overlap), task)
+    data_seconds = seconds_with_host(seconds_with_overlap(data_parallel, overlap), task)
     reason = why_data_parallel(task, data_seconds, plan_seconds)
     if reason is None:
         return plan
@@ -236,9 +236,9 @@ def whole_step_request(
     return StageRequest(0, len(task.step.ops), devices, shape, remat=False, alive=1, pinned=pinned)
 
 
-def hidden_seconds(plan: Plan, overlap: float = 0.0) -> float:
-    """Return the seconds of a single stage's step whose reduction of gradients overlaps with the
-    backward.
+def seconds_with_overlap(plan: Plan, overlap: float = 0.0) -> float:
+    """Return the seconds of a single stage's whole step, whose reduction of gradients overlaps with
+    the backward.
 
     Args:
         overlap: the cluster's. If it is not 0, the plan was predicted with it already.

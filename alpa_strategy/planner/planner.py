@@ -31,11 +31,11 @@ from alpa_strategy.planner.explain import explain
 from alpa_strategy.planner.figures import with_figures
 from alpa_strategy.planner.microbatch_search import microbatch_counts
 from alpa_strategy.planner.one_stage import (
-    hidden_seconds,
     may_choose_freely,
     or_zero3,
     plan_one_stage,
     recomputes_or_offloads,
+    seconds_with_overlap,
 )
 from alpa_strategy.planner.optimizer_info import optimizer_info_of
 from alpa_strategy.planner.pipeline_first import PipelineFirst, search_pipeline_first
@@ -308,7 +308,7 @@ def _why_no_pipeline(task: PlanTask, one: Plan) -> str | None:
         return "the host needs longer for its actions than the devices for such a step"
 
     ideal_seconds = divided_seconds(task.step, task.cluster, task.op_costs)
-    lost = max(0.0, 1 - ideal_seconds / hidden_seconds(one, task.cluster.overlap))
+    lost = max(0.0, 1 - ideal_seconds / seconds_with_overlap(one, task.cluster.overlap))
     if lost < SCREEN:
         return (
             f"at best, with equal stages and free communication, it would shorten the step by"
@@ -434,7 +434,7 @@ def _faster(one: Plan, task: PlanTask, first: PipelineFirst | None = None) -> Pl
         first: the pipelines that were searched before the single stage was solved; None: they are
             searched now.
     """
-    seconds = hidden_seconds(one, task.cluster.overlap)
+    seconds = seconds_with_overlap(one, task.cluster.overlap)
     started = time.perf_counter()
     limit = seconds * (1 - MARGIN)
     pipeline = None if first is None else first.pipeline

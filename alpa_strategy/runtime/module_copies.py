@@ -14,7 +14,8 @@ def forward_of_copy(module: nn.Module) -> Callable[..., Any] | None:
 
     A shallow copy (a learner of MAML) has all attributes of `module`, the forward that was
     installed there included: a partial with `module` among its arguments. To be called from such a
-    forward: the called module is looked up in the stack of Python frames.
+    forward: the called module is looked up in the stack of Python frames. None in `torch.compile`,
+    which has no such stack.
     """
     frame = None if torch.compiler.is_compiling() else sys._getframe(1)
     while frame is not None and frame.f_code is not nn.Module._call_impl.__code__:

@@ -70,7 +70,7 @@ def aligned(
     """Rule of ops whose results have the operands' broadcast shape.
 
     Args:
-        unsharded: dims that must not be sharded.
+        unsharded: dims of the broadcast shape, from 0, that must not be sharded.
         linear: as for `linear_sets`.
         carries: as `RuleMatch.carries`.
     """

@@ -21,7 +21,7 @@ from alpa_strategy.ir.optimizer_info import OptimizerInfo
 from alpa_strategy.ir.plan import modes_text
 from alpa_strategy.options import PlanOptions
 from alpa_strategy.planner import pipeline_search, planner
-from alpa_strategy.planner.planner import MARGIN, choose_plan, hidden_seconds, make_plan
+from alpa_strategy.planner.planner import MARGIN, choose_plan, make_plan, seconds_with_overlap
 from alpa_strategy.planner.task import PlanTask
 
 
@@ -44,7 +44,7 @@ def test_a_pipeline_wins_where_the_network_binds():
     one, best = plan(2048, 1e10, num_stages=1), plan(2048, 1e10)
     assert (len(one.stages), one.num_microbatches) == (1, 1)
     assert {stage.first_device for stage in best.stages} == {0, 1}
-    assert best.predicted.step_seconds <= (1 - MARGIN) * hidden_seconds(one)
+    assert best.predicted.step_seconds <= (1 - MARGIN) * seconds_with_overlap(one)
     assert best.baselines["one stage"] == pytest.approx(one.predicted.step_seconds)
     assert any("a pipeline" in note for note in best.notes)
 
@@ -100,7 +100,7 @@ def test_options_that_speak_of_one_stage_keep_it(options):
 def test_reduction_hides_behind_the_backward_at_most(bandwidth):
     data = plan(4096, bandwidth, parallel="data", logical_mesh=(2,))
     reduction = sum(c.seconds for c in data.collectives() if c.phase == "step")
-    hidden = data.predicted.step_seconds - hidden_seconds(data)
+    hidden = data.predicted.step_seconds - seconds_with_overlap(data)
     assert reduction > 0
     assert hidden == pytest.approx(min(reduction, 2 / 3 * data.predicted.compute_seconds))
 
@@ -115,7 +115,7 @@ def test_what_hides_behind_the_backward_is_not_paid_for():
     best, solved = plan(8192, slow), plan(8192, slow, logical_mesh=(2,))
     assert {modes_text(p.modes) for p in best.stages[0].parameter_plans.values()} == {"R*"}
     assert any(not p.is_unsharded for p in solved.stages[0].parameter_plans.values())
-    assert hidden_seconds(best) < hidden_seconds(solved)
+    assert seconds_with_overlap(best) < seconds_with_overlap(solved)
 
 
 def test_stages_on_one_mesh_have_one_logical_shape(monkeypatch):

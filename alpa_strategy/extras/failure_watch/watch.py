@@ -213,8 +213,8 @@ class FailureWatch:
                 self._end_because_of(first, self._watch_store)
 
     def _end_because_of(self, text: str, store: Any) -> None:
-        """Name another rank's error in a line and end; whichever of the two threads comes first.
-        `text` has its rank, a line on it and its traceback.
+        """Name another rank's error in a line, name the ranks that were lost, and end; whichever of
+        the two threads comes first. `text` has its rank, a line on it and its traceback.
 
         The failing rank shows its traceback itself. Only if it does not (it hangs, or its script
         goes on past the error) does rank 0 show it. An AlpaError has no traceback to be shown, and

@@ -323,9 +323,29 @@ def _solve_limited(
     solution = _improved_in_window(problem, priced, solution, dual.price, by_distance, deadline)
     if solution.gap <= tolerance or deadline - time.process_time() < LEAST_SECONDS:
         return solution
-    reduced = priced.reduced
-    if solution.gap <= GOOD and num_columns(reduced.problem) > MAX_COLUMNS:
+    if solution.gap <= GOOD and num_columns(priced.reduced.problem) > MAX_COLUMNS:
         return solution
+    return _proved_in_cores(problem, priced, solution, dual, deadline, tolerance)
+
+
+def _proved_in_cores(
+    problem: Problem,
+    priced: PricedProblem,
+    solution: Solution,
+    dual: Dual,
+    deadline: float,
+    tolerance: float,
+) -> Solution:
+    """Return a solution, improved and with a better bound by programs of the strategies near the
+    priced minimum, of more and more of them.
+
+    Args:
+        solution: the best so far.
+        dual: the best price of memory.
+        deadline: time.process_time() at which the best so far is returned.
+        tolerance: the relative gap at which to stop.
+    """
+    reduced = priced.reduced
     excess = _excess(priced, dual)
     for fraction in CORES if excess is not None else (1.0,):
         reach = (solution.seconds - dual.bound) * fraction
