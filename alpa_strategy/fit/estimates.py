@@ -17,6 +17,10 @@ from alpa_strategy.inter_op.stage_cost import StageCost
 from alpa_strategy.inter_op.stage_fit import does_not_fit
 from alpa_strategy.inter_op.stage_solve import SolvedStage
 
+# Of bytes that exceed a device's limit by this factor, it is enough to know about how many they
+# are.
+CLEARLY_TOO_LARGE = 1.3
+
 # Named plans that need less memory than the fastest layouts.
 _ZERO = ("zero2", "zero3")
 
@@ -98,11 +102,28 @@ class Estimates:
         return num_bytes
 
     def least_bytes_of_stage(self, configuration: Configuration) -> float:
-        """Return the bytes of a stage of middle layers if its devices shared them evenly."""
+        """Return the bytes of a stage of middle layers if its devices shared them evenly; about as
+        many if they are clearly more than the limit.
+        """
+        about = self._about_bytes_of_stage(configuration)
+        if about >= CLEARLY_TOO_LARGE * self.task.memory_limit:
+            return about
         cost = self._middle_alone(configuration)
         alive = self.solvers.alive(configuration)[0]
         of_layer = stored_bytes(cost, alive, configuration.remat)
         return self._shared_evenly(of_layer, configuration)
+
+    def _about_bytes_of_stage(self, configuration: Configuration) -> float:
+        """Return about as many bytes as `least_bytes_of_stage`, without the graph of a micro-batch:
+        from the smallest micro-batch, whose activations grow with its samples.
+        """
+        most = max(self.solvers.counts)
+        smallest = replace(configuration, num_microbatches=most)
+        cost = self._middle_alone(smallest)
+        alive = self.solvers.alive(configuration)[0]
+        growth = most / configuration.num_microbatches
+        activations = growth * kept_bytes(cost, alive, configuration.remat)
+        return self._shared_evenly(cost.always + activations, configuration)
 
     def _shared_evenly(self, num_bytes: float, configuration: Configuration) -> float:
         """Return the bytes of a device of a stage whose devices share all evenly.

@@ -16,13 +16,13 @@ from alpa_strategy.errors import DoesNotFitError, PlanError
 from alpa_strategy.inter_op.beside_compute import without_hidden
 from alpa_strategy.inter_op.equal_layers import structure
 from alpa_strategy.inter_op.mesh_options import options_of_part
+from alpa_strategy.inter_op.recompute_segments import RecomputeSegments
 from alpa_strategy.inter_op.stage_cost import StageCost, whole_bytes
 from alpa_strategy.inter_op.stage_costs import StageCostTask
 from alpa_strategy.inter_op.stage_fit import FittedStage, StageFit
 from alpa_strategy.inter_op.stage_problem import (
     RematSpans,
     StageProblem,
-    balanced_groups,
     cost_of,
     stage_build,
     summed_costs,
@@ -56,10 +56,6 @@ from alpa_strategy.units import format_bytes
 OFFLOADING_SIZE = 16
 # Prices of host memory that are tried, each twice the one before.
 HOST_PRICES = 8
-
-
-# Op positions at which a stage's recompute segments begin, and the costs of the stage with them.
-Segmentation = tuple[tuple[int, ...], StageCost]
 
 
 @dataclass(frozen=True)
@@ -175,8 +171,7 @@ class StageSolver:
         self._free: dict[tuple, Solution] = {}
         # Those that fit, by the stage's key and the micro-batches in flight.
         self._fitting: dict[Hashable, FittedStage] = {}
-        # Of equal stages, by their key.
-        self._segmentations: dict[Hashable, list[Segmentation]] = {}
+        self._segments = RecomputeSegments()
 
     def under(self, options: PlanOptions) -> "StageSolver":
         """Return a solver of the same job under other options. Results that do not depend on them
@@ -216,7 +211,7 @@ class StageSolver:
         priced = self.price(request)
         starts = request.starts
         if len(starts) > 1:
-            starts = self._least_memory(priced, request.alive / request.stages_per_mesh)
+            starts = self._segments.least_memory(priced, request.alive / request.stages_per_mesh)
         temporary_bytes = self.temporary_bytes(priced.finest.intra, priced.free)
         return self._solved(priced, FittedStage(starts, priced.free, temporary_bytes))
 
@@ -443,19 +438,6 @@ class StageSolver:
         """Return the peak of temporary bytes on a device under a solution."""
         return working_bytes(intra, solution.assignment, self.job.gradients_begin)
 
-    def _least_memory(self, priced: PricedStage, alive: float) -> tuple[int, ...]:
-        """Return the starts of the segments that need least memory under the optimum without a
-        limit.
-
-        Args:
-            alive: (micro-batch, stage) pairs in flight on the mesh.
-        """
-        ways = self._segmentations.get(priced.key) or _segmentations(priced)
-        if priced.key is not None:
-            self._segmentations[priced.key] = ways
-        starts, _ = min(ways, key=lambda way: way[1].num_bytes(alive, True))
-        return starts
-
     def _fits(self, stage: StageProblem, solution: Solution, request: StageRequest) -> bool:
         """Return whether a stage's solution fits into a device's memory."""
         cost = cost_of(stage, solution.assignment, self.temporary_bytes(stage.intra, solution))
@@ -494,7 +476,7 @@ class StageSolver:
 
         starts = request.starts
         if len(starts) > 1:
-            starts = self._least_memory(priced, alive)
+            starts = self._segments.least_memory(priced, alive)
         stage = priced.problem(starts)
         temporary_bytes = self.temporary_bytes(priced.finest.intra, solution)
         cost = cost_of(stage, solution.assignment, temporary_bytes)
@@ -565,25 +547,6 @@ class StageSolver:
             forward_seconds=cost.forward,
             backward_seconds=cost.backward + (cost.forward if request.remat else 0.0),
         )
-
-
-def _segmentations(priced: PricedStage) -> list[Segmentation]:
-    """Return ways to split a stage into recompute segments, with their costs under the optimum
-    without a limit.
-
-    There are fewer and fewer segments, with graphs of about equal size. Many segments save more for
-    every micro-batch in flight, few have larger graphs.
-    """
-    starts = priced.request.starts
-    assignment = priced.free.assignment
-    cost = cost_of(priced.finest, assignment)
-    ways = [(starts, cost)]
-    count = len(starts) // 2
-    while count:
-        fewer = tuple(starts[position] for position in balanced_groups(cost.again, count))
-        ways.append((fewer, cost_of(priced.problem(fewer), assignment)))
-        count //= 2
-    return ways
 
 
 def _per_step(collective: Collective, count: int, remat: bool) -> Collective:
