@@ -152,7 +152,7 @@ class RegularSearch:
         is_slower = False
         too_large: list[tuple[Estimate, PlanError]] = []
         for estimate in estimates:
-            is_slower = estimate.seconds >= best.seconds * _SLACK
+            is_slower = estimate.seconds >= self._most_seconds(best)
             if num_solved >= _MAX_SOLVED or is_slower:
                 break
             try:
@@ -174,6 +174,15 @@ class RegularSearch:
         if best.plan is None and is_slower:
             raise no_faster_plan(self.faster_than)
         return best.plan
+
+    def _most_seconds(self, best: "_Best") -> float:
+        """Return the seconds that an estimate must be below to be solved.
+
+        A step seldom takes less than its estimate: once a plan that was solved is not fast enough,
+        an estimate that is not either is left.
+        """
+        is_too_slow = best.plan is not None and best.seconds >= self.faster_than
+        return self.faster_than if is_too_slow else best.seconds * _SLACK
 
     def _best_in_less_memory(self, estimate: Estimate, reason: PlanError, best: "_Best") -> "_Best":
         """Return `best`, or a plan of an estimated configuration that is faster.
