@@ -42,7 +42,14 @@ def add_arguments(compare: argparse.ArgumentParser) -> None:
         action="append",
         type=float,
         metavar="PRICE",
-        help="of one device for an hour, one for each cluster in order",
+        help="of one device (not of a node) for an hour, one for each cluster in order",
+    )
+    compare.add_argument(
+        "--nodes",
+        action="append",
+        type=int,
+        metavar="NUMBER",
+        help="of nodes, one for each cluster in order, in place of its own",
     )
 
 
@@ -90,34 +97,37 @@ def run(arguments: argparse.Namespace) -> int:
     0.
 
     Raises:
-        OptionError: the argument is no recipe, or there are not as many prices as clusters.
+        OptionError: the argument is no recipe, or there are not as many prices or numbers of nodes
+            as clusters.
         AlpaError: a cluster or the recipe cannot be used.
     """
     check_is_recipe(arguments.recipe)
-    prices = arguments.prices or []
-    if prices and len(prices) != len(arguments.clusters):
-        raise OptionError(
-            f"{len(prices)} times --price for {len(arguments.clusters)} clusters",
-            "give one price for each --cluster, in the same order",
-        )
-    entries = list(_entries(arguments, prices))
+    for flag, values in (("--price", arguments.prices), ("--nodes", arguments.nodes)):
+        if values and len(values) != len(arguments.clusters):
+            raise OptionError(
+                f"{len(values)} times {flag} for {len(arguments.clusters)} clusters",
+                f"give {flag} once for each --cluster, in the same order",
+            )
+    entries = list(_entries(arguments))
     make_console().print(comparison_table(entries))
     return 0
 
 
-def _entries(arguments: argparse.Namespace, prices: Sequence[float]) -> Iterator[Entry]:
+def _entries(arguments: argparse.Namespace) -> Iterator[Entry]:
     """Plan the recipe for each cluster and each kind of parallelism, and yield the entries one by
     one; without a plan where a PlanError says that none fits. Other AlpaErrors are raised.
 
     Args:
         arguments: the parsed command line.
-        prices: per device and hour, one for each cluster, or none.
     """
     progress = Progress()
     to_cluster, overrides = split_overrides(arguments.overrides)
     for number, name in enumerate(arguments.clusters):
-        cluster = ClusterSpec.load(name, to_cluster)
-        price = prices[number] if prices else None
+        of_cluster = dict(to_cluster)
+        if arguments.nodes:
+            of_cluster["num_nodes"] = str(arguments.nodes[number])
+        cluster = ClusterSpec.load(name, of_cluster)
+        price = arguments.prices[number] if arguments.prices else None
         for parallel in arguments.parallel or ["auto"]:
             changed = [*overrides, f"strategy.parallel={parallel}"]
             try:
@@ -141,7 +151,9 @@ def comparison_table(entries: Sequence[Entry]) -> Table:
         columns.append("cost")
         table.caption = _cost_text(entries)
     for column in columns:
-        table.add_column(column, justify="right", no_wrap=True)
+        # Meshes of many stages are as long as a line.
+        is_long = column == "meshes"
+        table.add_column(column, justify="right", no_wrap=not is_long, overflow="fold")
 
     fastest = max(entry.samples_per_second for entry in entries)
     for entry in entries:

@@ -489,4 +489,7 @@ def _reasons(before: Plan, after: Plan, unchanged: UnchangedPlan) -> list[str]:
         lines.append(f"It has {new_stages}, {outcome}; the plan as it is has {old_stages}.")
     elif differing_layers(before, after):
         lines.append(f"It has {new_stages} as before, with other layers, {outcome}.")
+    pins = after.figures.pins if after.figures is not None else ()
+    if pins:
+        lines.append(f"Pinned in both: {', '.join(pins)}. A plan without may be faster.")
     return [*lines, *findings(after)]

@@ -24,6 +24,10 @@ from alpa_strategy.units import format_bytes
 
 # A change must bring at least this share more samples per second.
 LEAST_GAIN = 0.05
+# From this share of the step on, computation is worth a change that may shorten it.
+MOSTLY_COMPUTATION = 0.5
+# From this share of a device's limit on, memory is full.
+FULL = 0.99
 # With more idle time, as a mean over all devices, more or faster ones are no advice.
 MOST_IDLE = 0.1
 
@@ -72,9 +76,10 @@ def best_change(
     if of_cluster is not None and (best is None or of_cluster.gain > best.gain):
         unit = "" if words else " the samples/s"
         words.append(f"{of_cluster.text}: about {of_cluster.gain:.2f}x{unit} with this plan")
-    largest_gain = max((c.gain for c in (best, of_cluster) if c is not None), default=1.0)
+    if words:
+        words += _untried(plan, memory_limit)
     pins = _pins_of_waiting(plan)
-    if pins and waiting - (1 - 1 / largest_gain) >= LEAST_GAIN:
+    if pins and waiting >= LEAST_GAIN:
         words.append(
             f"waiting takes {waiting:.0%} of the step: without {' and '.join(pins)} another plan"
             " may wait less"
@@ -92,13 +97,32 @@ def best_change(
 
 def _advice_on_computation(plan: Plan) -> str:
     """Return what shortens a step of computation alone."""
-    execution = plan.stages[0].execution
-    if execution is not None and execution.compiled is not None:
+    if _is_compiled(plan):
         return "only more or faster devices shorten it"
     return (
         "compile=True may shorten it (`alpa whatif` with --set plan.compile=true says by how much),"
         " and more or faster devices do"
     )
+
+
+def _untried(plan: Plan, memory_limit: float | None) -> list[str]:
+    """Return changes whose gain only planning tells: to compile, where most of the step is
+    computation, and more memory, where it is full.
+    """
+    words = []
+    parts = step_parts(plan)
+    share = parts["compute"] / sum(parts.values())
+    if share >= MOSTLY_COMPUTATION and not _is_compiled(plan):
+        words.append(f"compile=True may shorten computation ({share:.0%} of the step)")
+    memory_limit = memory_limit_of(plan, memory_limit)
+    if memory_limit is not None and plan.predicted.peak_bytes >= FULL * memory_limit:
+        words.append("memory is full: `alpa whatif --set device.memory_bytes=2x` plans with more")
+    return words
+
+
+def _is_compiled(plan: Plan) -> bool:
+    execution = plan.stages[0].execution
+    return execution is not None and execution.compiled is not None
 
 
 def _pins_of_waiting(plan: Plan) -> list[str]:

@@ -3,9 +3,17 @@
 from collections.abc import Sequence
 
 from alpa_strategy.display.communication import boundary_messages, hidden_messages_text
+from alpa_strategy.display.critical_path import critical_path_text
 from alpa_strategy.display.stage_groups import busiest_stages
 from alpa_strategy.display.table import step_parts
-from alpa_strategy.display.timeline import ScheduleTimeline, device_range, plan_timeline
+from alpa_strategy.display.timeline import (
+    MAX_ACTIONS,
+    ScheduleTimeline,
+    device_range,
+    has_timeline,
+    num_actions,
+    plan_timeline,
+)
 from alpa_strategy.display.waits import waits, waits_text
 from alpa_strategy.ir.plan import Collective, Plan, stages_by_devices
 from alpa_strategy.units import format_bytes, format_seconds
@@ -38,9 +46,12 @@ def findings(plan: Plan, schedule: ScheduleTimeline | None = None) -> list[str]:
         plan: the plan.
         schedule: of the plan over time; None: it is laid out if it is needed.
     """
+    if schedule is None and has_timeline(plan) and num_actions(plan) <= MAX_ACTIONS:
+        schedule = plan_timeline(plan)
     # Messages are part of waiting, and come before it.
     largest, *others = _parts(plan, schedule) or [""]
-    lines = [largest, *_messages(plan), *others, *_imbalance(plan)]
+    path = "" if schedule is None else critical_path_text(plan, schedule)
+    lines = [largest, path, *_messages(plan), *others, *_imbalance(plan)]
     lines = [line for line in lines if line]
     collective = _largest_collective(plan)
     if step_parts(plan) and not any(collective in line for line in lines):
@@ -66,7 +77,7 @@ def _parts(plan: Plan, schedule: ScheduleTimeline | None) -> list[str]:
             if plan.is_pipelined and prefetches:
                 line += _PREFETCHED
         if name == "waiting":
-            line += _waited_for(plan, schedule or plan_timeline(plan))
+            line += _waited_for(plan, schedule)
         lines.append(line)
     return lines
 
@@ -106,7 +117,7 @@ def _largest_collective(plan: Plan) -> str:
     # An all-reduce is of tensors that every device has.
     if largest.kind != "all_reduce" and size > 1:
         num_bytes = format_bytes(largest.num_bytes / size)
-        on_device = f" These are the bytes of all devices of the axis: one has {num_bytes}."
+        on_device = f" These are the bytes of all {size} devices of the axis: {num_bytes} on each."
     tensor = f" Its largest part moves {largest.largest}." if largest.largest else ""
     return (
         f" The collective that takes longest{devices} is {largest.kind} on mesh axis"

@@ -71,7 +71,7 @@ class StageSummary:
         if self.tensor > 1:
             words.append(f"{self.tensor}-way tensor parallel")
         if self.partly_tensor > 1:
-            words.append(f"partly {self.partly_tensor}-way tensor parallel")
+            words.append(f"{self.partly_tensor}-way tensor parallel in some layers")
         if self.experts > 1:
             words.append(f"{self.experts}-way expert parallel")
         if self.zero:
@@ -264,10 +264,10 @@ def _words_of_unequal(summaries: Sequence[StageSummary]) -> list[str]:
             where = [index for index, size in enumerate(sizes) if size == most]
             is_all = len(where) == len(sizes)
             of_stages = "" if is_all else f" (most in {_stages_text(where)})"
-            part = "partly " if kind.startswith("partly ") else ""
             up_to = "" if is_all else "up to "
             name = kind.removeprefix("partly ")
-            words.append(f"{part}{up_to}{most}-way {name} parallel{of_stages}")
+            some = " in some layers" if kind.startswith("partly ") else ""
+            words.append(f"{up_to}{most}-way {name} parallel{some}{of_stages}")
 
     features = Counter(f"ZeRO-{summary.zero}" for summary in summaries if summary.zero)
     features["activation checkpointing"] = sum(summary.remat for summary in summaries)

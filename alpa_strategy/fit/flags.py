@@ -13,6 +13,9 @@ from alpa_strategy.ir.plan import Plan
 # What a framework has no flag for.
 NOT_OFFERED = "cannot be expressed"
 
+# Name of a row of the table.
+SOME_LAYERS = "tensor parallelism of some layers"
+
 
 def flags_of(plan: Plan, request: FitRequest) -> dict[str, dict[str, str]]:
     """Return framework -> (setting -> its flags, "" if none is needed, `NOT_OFFERED` if the
@@ -101,6 +104,7 @@ def _megatron(
     return {
         "stages": f"--pipeline-model-parallel-size {len(plan.stages)}",
         "tensor": f"--tensor-model-parallel-size {stage.tensor}",
+        SOME_LAYERS: NOT_OFFERED if stage.partly_tensor > 1 else "",
         "experts": f"--expert-model-parallel-size {stage.experts}" if stage.experts > 1 else "",
         "sequence": "--sequence-parallel" if stage.tensor > 1 else "",
         "context": f"--context-parallel-size {batch.context}" if batch.context > 1 else "",
@@ -146,6 +150,7 @@ def _torchtitan(
     return {
         "stages": pipeline,
         "tensor": f"--parallelism.tensor_parallel_degree {stage.tensor}",
+        SOME_LAYERS: NOT_OFFERED if stage.partly_tensor > 1 else "",
         "experts": f"--parallelism.expert_parallel_degree {stage.experts}"
         if stage.experts > 1
         else "",
@@ -197,6 +202,7 @@ def _deepspeed(
     return {
         "stages": pipeline,
         "tensor": tensor,
+        SOME_LAYERS: NOT_OFFERED if stage.partly_tensor > 1 else "",
         # `ep_size` is an argument of its MoE layer.
         "experts": NOT_OFFERED if stage.experts > 1 else "",
         "ZeRO": f'"zero_optimization": {{"stage": {stage.zero}}}',

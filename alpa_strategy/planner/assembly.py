@@ -318,7 +318,8 @@ def _notes(
             notes.append("layouts propagated from op to op, not optimised")
         else:
             notes.append(
-                f"layouts not proved optimal: the best take at most {gap:.2%} less ({method})"
+                "layouts not proved optimal: the best of these stages take at most"
+                f" {gap:.2%} less ({method})"
             )
 
     order = list(job_ranks(stages))

@@ -339,10 +339,16 @@ class _Question:
             f"Memory binds: without a limit the stage would need {needed}, and save"
             f" {self._saved_text(saved, free)}. Then "
         )
+        more = ""
+        if len(self._plan.stages) > 1:
+            more = (
+                " The other stages are as they are in that:"
+                " `alpa whatif PLAN.json --set device.memory_bytes=2x` plans all of them."
+            )
         if layout == chosen:
-            yield line + f"{self._of.name} would have the same layout."
+            yield f"{line}{self._of.name} would have the same layout.{more}"
         else:
-            yield line + f"{self._of.name} would have the layout {layout}."
+            yield f"{line}{self._of.name} would have the layout {layout}.{more}"
 
     def _saved_text(self, seconds: float, solved: SolvedStage) -> str:
         """Return the seconds that a stage saves in a step as text, with those of the whole step if
@@ -424,6 +430,9 @@ class _Reasons:
             return
         best = fitting[0]
         yield self._cost(best)
+        costing = next(filter(self._is_slower, fitting), None)
+        if costing is not None and costing is not best:
+            yield f"The first that costs anything: {self._cost(costing)}"
         if best.num_changes:
             listed = ", ".join(best.changes)
             more = ", ..." if best.num_changes > len(best.changes) else ""
@@ -432,6 +441,12 @@ class _Reasons:
                 f" would change too ({listed}{more})."
             )
         yield from self._what_would_change(best)
+
+    def _is_slower(self, choice: LayoutChoice) -> bool:
+        """Return whether the step takes noticeably longer with a choice."""
+        assert choice.seconds is not None
+        assert self.chosen.seconds is not None
+        return choice.seconds > self.chosen.seconds * (1 + SAME_SHARE)
 
     def _cost(self, best: LayoutChoice) -> str:
         """Return a sentence on what the best other layout would cost."""
@@ -445,7 +460,10 @@ class _Reasons:
                     f"{best.layout} would take {format_seconds(stage_more)} more in this stage,"
                     " which another stage's time hides."
                 )
-            return f"{best.layout} would take as long as the layout of the plan."
+            return (
+                f"{best.layout} would take as long as the layout of the plan: which of them is"
+                " taken is arbitrary."
+            )
         share = more / self.chosen.seconds
         parts = ", ".join(f"{_signed(seconds)} {part}" for part, seconds in self._parts(best))
         of_parts = f": {parts}" if parts else ""
@@ -457,7 +475,9 @@ class _Reasons:
                 f" would take {format_seconds(stage_more)} more{of_parts}. The step with all stages"
                 f" changes by {of_step}."
             )
-        return f"{best.layout} is the next best, {of_step}{of_parts}."
+        if of_parts and len(self.plan.stages) > 1:
+            of_parts = f"; this stage's own time{of_parts}, which other stages hide in part"
+        return f"{best.layout} takes {of_step}{of_parts}."
 
     def _parts(self, best: LayoutChoice) -> Iterator[tuple[str, float]]:
         """Yield the parts of the stage's step that change: (name, seconds that `best` takes more

@@ -286,11 +286,11 @@ def test_words_name_matrices_that_are_divided_beside_data_parallelism():
         strategies={name: (strategy,) for name, strategy in strategies.items()},
     )
     plan = replace(gpt_plan(1), stages=(stage,))
-    assert plan_words(plan) == "4-way data parallel, partly 4-way tensor parallel, ZeRO-1"
+    assert plan_words(plan) == "4-way data parallel, 4-way tensor parallel in some layers, ZeRO-1"
 
     alone = replace(stage, strategies=dict.fromkeys(strategies, (by_samples,)))
     plan = replace(plan, stages=(stage, alone))
-    assert "partly up to 4-way tensor parallel (most in stage 0)" in plan_words(plan)
+    assert "up to 4-way tensor parallel in some layers (most in stage 0)" in plan_words(plan)
 
 
 @pytest.mark.parametrize("mode", ["R", "R*"])

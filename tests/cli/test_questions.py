@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from cli.test_display import gpt_plan
+from cli.test_timeline import staged
 
 from alpa_strategy.cli import main
 from alpa_strategy.cluster.spec import ClusterSpec
@@ -174,7 +175,27 @@ def test_compare_prints_time_memory_and_cost(capsys):
     for expected in ("p3_16xlarge_x8", "dgx_h100", "zero3", "of a million samples"):
         assert expected in out
     assert main([*command, "--price", "1"]) == 2
-    assert "one price for each --cluster" in " ".join(capsys.readouterr().err.split())
+    assert "give --price once for each --cluster" in " ".join(capsys.readouterr().err.split())
+
+
+def test_compare_gives_each_cluster_its_nodes_and_cuts_no_figure(capsys):
+    """Meshes of many stages are folded in 80 columns; every other cell is whole."""
+    clusters = ["--cluster", P3, "--cluster", "dgx_h100"]
+    prices = ["--price", "3", "--price", "12.25"]
+    command = ["compare", TINY, *clusters, *prices]
+    assert main([*command, "--nodes", "2", "--nodes", "1"]) == 0
+    out = capsys.readouterr().out
+    sizes = {line.split()[0]: line.split()[2] for line in out.splitlines() if " auto " in line}
+    assert sizes == {"p3_16xlarge_x8": "16", "dgx_h100": "8"}
+    assert main([*command, "--nodes", "2"]) == 2
+    assert "give --nodes once for each --cluster" in " ".join(capsys.readouterr().err.split())
+
+    plan = staged("1F1B", num_meshes=6)
+    entry = Entry(ClusterSpec.load(P3, {}), "auto", 3.0, plan, samples=10)
+    make_console(width=80).print(comparison_table([entry]))
+    out = capsys.readouterr().out
+    assert "…" not in out
+    assert format_seconds(plan.predicted.step_seconds) in out
 
 
 def test_cost_is_price_times_devices_times_hours(plans):

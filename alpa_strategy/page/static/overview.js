@@ -40,7 +40,8 @@
       const mean = alpa.sum(idle.map((share, mesh) => share * devices[mesh])) / alpa.sum(devices);
       nodes.push(figure("Waiting", alpa.percent(mean), note("of the devices' time, on average")));
     }
-    nodes.push(figure("Optimum", proof(plan), note(alpa.text(plan.proof))));
+    const scope = plan.eager || plan.gap >= 1 ? null : note("by the predicted costs; other numbers of micro-batches, host memory and compile are not covered");
+    nodes.push(figure("Optimum", proof(plan), note(alpa.text(plan.proof)), scope));
     return el("div", { class: "figures" }, nodes);
   }
 
@@ -87,14 +88,14 @@
     const rows = plan.stages.map((stage) => [
       el("button", { class: "link", type: "button", onclick: () => alpa.select({ kind: "stage", stage: stage.index }) }, `stage ${stage.index}`),
       alpa.text(stage.layers), stage.range, stage.mesh.join(" × "), alpa.seconds(stage.forward), alpa.seconds(stage.backward),
-      stage.boundary ? alpa.seconds(stage.boundary) : "", stage.boundaryBytes ? alpa.bytes(stage.boundaryBytes) : "", alpa.bytes(stage.peak)]);
+      stage.boundary ? alpa.seconds(stage.boundary / 2) : "", stage.boundaryBytes ? alpa.bytes(stage.boundaryBytes / 2) : "", alpa.bytes(stage.peak)]);
     const isShared = plan.memory.length < plan.stages.length;
     const titles = ["stage", "layers", "devices", "mesh", "#forward", "#backward", "#messages", "#their bytes", isShared ? "#memory of it alone" : "#memory"];
     const table = alpa.table(titles, rows.slice(0, 16));
     const rest = rows.length > 16 ? el("details", { class: "more" }, el("summary", {}, `${rows.length - 16} more stages`),
       alpa.table(titles, rows.slice(16))) : null;
     return el("section", { class: "card", "aria-label": "stages" }, el("div", { class: "section-head" }, el("h2", {}, "Stages"),
-      el("span", { class: "soft" }, "seconds and bytes of one micro-batch; messages to the next stage and back")), table, rest,
+      el("span", { class: "soft" }, "seconds and bytes of one micro-batch; of messages each way")), table, rest,
       plan.messages ? el("p", { class: "hint" }, plan.messages) : null);
   }
 
