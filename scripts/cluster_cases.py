@@ -58,6 +58,13 @@ class Task(pl.LightningModule):
             fully_shard(self.net, mesh=data)
 
 
+class MuonTask(Task):
+    """As `Task`, of a net whose parameters are all matrices, trained by Muon."""
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.Muon(self.parameters(), lr=1e-3)
+
+
 class Block(nn.Module):
     """A pre-norm transformer block whose heads follow the local width of its projections."""
 
@@ -114,9 +121,10 @@ class GPT(Net):
 class Pair(nn.Module):
     """Two linear layers around a ReLU, with a residual."""
 
-    def __init__(self, width: int) -> None:
+    def __init__(self, width: int, bias: bool) -> None:
         super().__init__()
-        self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+        self.up = nn.Linear(width, 2 * width, bias)
+        self.down = nn.Linear(2 * width, width, bias)
 
     def forward(self, x_BD: Tensor) -> Tensor:
         return x_BD + self.down(torch.relu(self.up(x_BD)))
@@ -127,9 +135,9 @@ class Tower(Net):
 
     block_plan: Mapping[str, Any] = {"up": ColwiseParallel(), "down": RowwiseParallel()}
 
-    def __init__(self, pairs: int, width: int) -> None:
+    def __init__(self, pairs: int, width: int, bias: bool) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(Pair(width) for _ in range(pairs))
+        self.blocks = nn.ModuleList(Pair(width, bias) for _ in range(pairs))
 
     def forward(self, x_BD: Tensor) -> Tensor:
         for block in self.blocks:
@@ -215,19 +223,20 @@ def text(layers: int, hidden: int, vocab: int, sequence: int, rows: int) -> Case
     )
 
 
-def tower(pairs: int, width: int, rows: int) -> Case:
-    """An MLP tower."""
+def tower(pairs: int, width: int, rows: int, muon: bool = False) -> Case:
+    """An MLP tower; under Muon without biases."""
 
     def row(generator: torch.Generator) -> tuple[Tensor, Tensor]:
         return torch.randn(width, generator=generator), torch.randn(width, generator=generator)
 
+    task = MuonTask if muon else Task
     return Case(
-        lambda: Task(Tower(pairs, width), F.mse_loss),
+        lambda: task(Tower(pairs, width, bias=not muon), F.mse_loss),
         row,
         rows,
         1,
         True,
-        f"MLP tower {pairs} x {width}, {rows} rows",
+        f"MLP tower {pairs} x {width}, {rows} rows{', Muon' if muon else ''}",
     )
 
 
@@ -248,6 +257,7 @@ def images(widths: tuple[int, ...], per_width: int, size: int, rows: int) -> Cas
 CASES: dict[str, Case] = {
     "gpt": text(layers=6, hidden=384, vocab=1024, sequence=128, rows=16),
     "mlp": tower(pairs=8, width=768, rows=512),
+    "muon": tower(pairs=4, width=512, rows=512, muon=True),
     "vocabulary": text(layers=2, hidden=256, vocab=16384, sequence=64, rows=32),
     "resnet": images(widths=(32, 64, 128, 256), per_width=2, size=32, rows=64),
     "long": text(layers=4, hidden=128, vocab=512, sequence=256, rows=64),

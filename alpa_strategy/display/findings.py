@@ -7,12 +7,10 @@ from alpa_strategy.display.critical_path import critical_path_text
 from alpa_strategy.display.stage_groups import busiest_stages
 from alpa_strategy.display.table import step_parts
 from alpa_strategy.display.timeline import (
-    MAX_ACTIONS,
     ScheduleTimeline,
     device_range,
-    has_timeline,
-    num_actions,
     plan_timeline,
+    short_timeline,
 )
 from alpa_strategy.display.waits import waits, waits_text
 from alpa_strategy.ir.plan import Collective, Plan, stages_by_devices
@@ -46,8 +44,7 @@ def findings(plan: Plan, schedule: ScheduleTimeline | None = None) -> list[str]:
         plan: the plan.
         schedule: of the plan over time; None: it is laid out if it is needed.
     """
-    if schedule is None and has_timeline(plan) and num_actions(plan) <= MAX_ACTIONS:
-        schedule = plan_timeline(plan)
+    schedule = schedule or short_timeline(plan)
     # Messages are part of waiting, and come before it.
     largest, *others = _parts(plan, schedule) or [""]
     path = "" if schedule is None else critical_path_text(plan, schedule)
@@ -77,7 +74,7 @@ def _parts(plan: Plan, schedule: ScheduleTimeline | None) -> list[str]:
             if plan.is_pipelined and prefetches:
                 line += _PREFETCHED
         if name == "waiting":
-            line += _waited_for(plan, schedule)
+            line += _waited_for(plan, schedule or plan_timeline(plan))
         lines.append(line)
     return lines
 

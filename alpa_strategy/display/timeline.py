@@ -135,6 +135,13 @@ def plan_timeline(plan: Plan, max_microbatches: int | None = None) -> ScheduleTi
     )
 
 
+def short_timeline(plan: Plan) -> ScheduleTimeline | None:
+    """Return `plan_timeline` of all micro-batches; None as well if a step has more than
+    `MAX_ACTIONS` actions, which take seconds to lay out.
+    """
+    return plan_timeline(plan) if num_actions(plan) <= MAX_ACTIONS else None
+
+
 def has_timeline(plan: Plan) -> bool:
     """Return whether a plan has several stages, a schedule that is known, and its seconds."""
     has_seconds = any(stage.forward_seconds for stage in plan.stages)

@@ -7,13 +7,7 @@ from rich.console import Group, RenderableType
 
 from alpa_strategy.display.console import plain
 from alpa_strategy.display.table import add_columns, plain_table
-from alpa_strategy.display.timeline import (
-    MAX_ACTIONS,
-    ScheduleTimeline,
-    has_timeline,
-    num_actions,
-    plan_timeline,
-)
+from alpa_strategy.display.timeline import ScheduleTimeline, short_timeline
 from alpa_strategy.ir.plan import Plan
 from alpa_strategy.schedule_times import input_of, result_of
 from alpa_strategy.schedules import TimedAction
@@ -77,10 +71,9 @@ def waits_table(plan: Plan) -> RenderableType | None:
 
     None if the plan has one stage, its schedule is not known, or it is too long to lay out.
     """
-    if not has_timeline(plan) or num_actions(plan) > MAX_ACTIONS:
+    schedule = short_timeline(plan)
+    if schedule is None:
         return None
-    schedule = plan_timeline(plan)
-    assert schedule is not None
     of_meshes = waits(schedule)
     table = plain_table("devices")
     add_columns(table, (), ("idle",))
