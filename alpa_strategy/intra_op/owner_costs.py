@@ -20,6 +20,9 @@ from alpa_strategy.ir.plan import ParameterPlan
 # Sizes of the square product whose rate is that of an update's products.
 _PRODUCT_SIZE = 1024
 
+# Reads and writes each byte.
+_COPY = OptimizerInfo(state_bytes=0.0, moved_bytes=2.0)
+
 
 class FullUpdateCost(NamedTuple):
     """One device's share of the update of a parameter that an optimizer needs in full."""
@@ -48,7 +51,7 @@ def full_update_cost(
     num_devices = math.prod(mesh.shape)
     if needs_owner(plan, update.reads):
         elements = meta.num_elements / num_devices
-        exchange = _exchange_seconds(plan, meta, mesh)
+        exchange = _exchange_seconds(plan, meta, mesh) + _copy_seconds(plan, meta, mesh, costs)
         flops = update.flops / num_devices
     else:
         # A batch of matrices: each device steps its own.
@@ -75,6 +78,21 @@ def _exchange_seconds(plan: ParameterPlan, meta: TensorMeta, mesh: LogicalMesh) 
         else:
             seconds += 3 * axis.seconds("all_to_all", num_bytes / axis.size)
     return seconds
+
+
+def _copy_seconds(
+    plan: ParameterPlan, meta: TensorMeta, mesh: LogicalMesh, costs: OpCosts
+) -> float:
+    """Return the seconds of a device's copies in an exchange: the owner's full value and gradient,
+    what is packed for other devices, and what is unpacked from them.
+    """
+    num_bytes = 2 * meta.num_bytes / math.prod(mesh.shape)
+    for mode, axis in zip(plan.modes, mesh.axes, strict=True):
+        crossing = meta.num_bytes * (axis.size - 1) / axis.size
+        # The new value; where it is sharded, a shard of value, gradient and new value.
+        moved = crossing if mode.dim is None else 3 * crossing / axis.size
+        num_bytes += 2 * moved
+    return costs.optimizer_seconds(math.ceil(num_bytes), 1, _COPY)
 
 
 def _seconds_per_flop(dtype: torch.dtype, costs: OpCosts) -> float:
