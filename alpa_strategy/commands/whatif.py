@@ -47,6 +47,9 @@ from alpa_strategy.units import format_bytes, format_rate, format_seconds
 if TYPE_CHECKING:
     from alpa_strategy.planner.task import PlanTask
 
+# Steps that differ by less than this share of them take equally long.
+NOTICEABLE = 1e-3
+
 # Columns of a change in the table.
 MAX_LABEL = 34
 
@@ -127,7 +130,9 @@ def run(arguments: argparse.Namespace) -> int:
         for line in ("There is no plan as it is; with the change there is one.", *findings(after)):
             console.print(plain(f"- {line}", keeps_lines=True))
         return 0
-    console.print(difference_table(["as it is", "changed"], before, after))
+    # The kept plan's parts are not priced: the table is of the one that was found.
+    name = "another plan" if unchanged[-1].is_faster_than(after) else "changed"
+    console.print(difference_table(["as it is", name], before, after))
     for line in _reasons(before, after, unchanged[-1]):
         console.print(plain(f"- {line}", keeps_lines=True))
     return 0
@@ -342,6 +347,12 @@ class UnchangedPlan:
         """Whether it can be used, and its memory is within the limit."""
         return self.seconds is not None and self.peak_bytes <= self.memory_limit
 
+    def is_faster_than(self, plan: Plan) -> bool:
+        """Whether it fits and takes less time than another plan: not all plans are tried."""
+        if self.seconds is None or not self.fits:
+            return False
+        return self.seconds < plan.predicted.step_seconds * (1 - NOTICEABLE)
+
 
 def _unchanged(task: "PlanTask", plan: Plan | None, options: PlanOptions) -> UnchangedPlan:
     """Return the seconds and bytes of a step of the changed task with the unchanged plan, or the
@@ -381,18 +392,19 @@ def _overview(
     plans: Sequence[Plan | None],
     unchanged: Sequence[UnchangedPlan],
 ) -> Table:
-    """Return a table with a row for each variation.
+    """Return a table with a row for each variation: the faster of the plan that was found and the
+    unchanged one.
 
     Args:
         variations: what was changed.
-        plans: the best plan under each, the unchanged one first; None: nothing fits.
+        plans: the plan that was found under each, the unchanged one first; None: nothing fits.
         unchanged: the unchanged plan under each.
     """
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     # In a narrow terminal the labels are broken, never the figures.
     table.add_column("", max_width=MAX_LABEL, overflow="fold")
     # A change of the sequence changes the tokens of a sample.
-    rates = [_rate(plan, counts_tokens=True) for plan in plans if plan is not None]
+    rates = [_rate(plan, counts_tokens=True, step=1.0) for plan in plans if plan is not None]
     counts_tokens = None not in rates
     rate_name = "tokens/s" if counts_tokens else "samples/s"
     for column in ("step", "", rate_name, "memory", "plan kept"):
@@ -404,23 +416,28 @@ def _overview(
             table.add_row(plain(variation.label), no_plan, "", "", "", _unchanged_cell(old))
             continue
         step = plan.predicted.step_seconds
-        rate = _rate(plan, counts_tokens)
+        num_bytes = plan.predicted.peak_bytes
+        if old.seconds is not None and old.is_faster_than(plan):
+            step = old.seconds
+            num_bytes = old.peak_bytes
+        rate = _rate(plan, counts_tokens, step)
         table.add_row(
             plain(variation.label),
             format_seconds(step),
             change(first, step) if first else "",
             "" if rate is None else format_rate(rate),
-            format_bytes(plan.predicted.peak_bytes),
+            format_bytes(num_bytes),
             _unchanged_cell(old),
         )
     return table
 
 
-def _rate(plan: Plan, counts_tokens: bool) -> float | None:
-    """Return the tokens per second of a plan, or the samples; None: not known."""
+def _rate(plan: Plan, counts_tokens: bool, step: float) -> float | None:
+    """Return the tokens per second of a plan's task in steps of `step` seconds, or the samples;
+    None: not known.
+    """
     if plan.figures is None:
         return None
-    step = plan.predicted.step_seconds
     if counts_tokens:
         return plan.figures.tokens_per_second(step)
     return plan.figures.samples_per_second(step)
@@ -467,7 +484,7 @@ def _reasons(before: Plan, after: Plan, unchanged: UnchangedPlan) -> list[str]:
         memory = f"{format_bytes(unchanged.peak_bytes)} of {limit} a device"
         line = f"The plan as it is would take {format_seconds(unchanged.seconds)} a step there"
         saved = unchanged.seconds - step
-        noticeable = 1e-3 * unchanged.seconds
+        noticeable = NOTICEABLE * unchanged.seconds
         if not unchanged.fits:
             count = before.num_microbatches
             cut = f", in {count} micro-batches as before" if count > 1 else ""
@@ -479,7 +496,10 @@ def _reasons(before: Plan, after: Plan, unchanged: UnchangedPlan) -> list[str]:
             # Not all stages and layouts are tried.
             more = format_seconds(-saved)
             lines.append(f"{line}, and fits: {memory}. The plan that was found takes {more} more.")
-            lines.append("Not all plans are tried: the present plan is the better one there.")
+            lines.append(
+                "Not all plans are tried: the present plan is the better one there, and its"
+                " figures are in the first table."
+            )
             outcome = "which is slower there"
         else:
             lines.append(f"{line}, and fits: {memory}. No other plan is faster.")

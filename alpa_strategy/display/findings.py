@@ -171,7 +171,8 @@ def _messages(plan: Plan) -> list[str]:
     if is_longest:
         line += (
             " They are the communication that takes longest:"
-            f" {2 * plan.num_microbatches} of them, {format_seconds(of_step)} a step."
+            f" {2 * plan.num_microbatches} of them, {format_seconds(of_step)} of links' time a"
+            " step, both ways beside each other and beside computation."
         )
     return [f"{line} {hidden_messages_text(plan)}".strip()]
 

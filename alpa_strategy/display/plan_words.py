@@ -71,7 +71,8 @@ class StageSummary:
         if self.tensor > 1:
             words.append(f"{self.tensor}-way tensor parallel")
         if self.partly_tensor > 1:
-            words.append(f"{self.partly_tensor}-way tensor parallel in some layers")
+            also = "also " if self.tensor > 1 else ""
+            words.append(f"{also}{self.partly_tensor}-way tensor parallel in some layers")
         if self.experts > 1:
             words.append(f"{self.experts}-way expert parallel")
         if self.zero:
@@ -252,6 +253,7 @@ def _words_of_unequal(summaries: Sequence[StageSummary]) -> list[str]:
     and the stages with it; of ZeRO levels and checkpointing the number of stages.
     """
     words = []
+    is_tensor_parallel = any(summary.tensor > 1 for summary in summaries)
     for kind, sizes in (
         ("data", [summary.samples for summary in summaries]),
         ("sequence", [summary.sequence for summary in summaries]),
@@ -266,8 +268,13 @@ def _words_of_unequal(summaries: Sequence[StageSummary]) -> list[str]:
             of_stages = "" if is_all else f" (most in {_stages_text(where)})"
             up_to = "" if is_all else "up to "
             name = kind.removeprefix("partly ")
-            some = " in some layers" if kind.startswith("partly ") else ""
-            words.append(f"{up_to}{most}-way {name} parallel{some}{of_stages}")
+            also = ""
+            some = ""
+            if kind.startswith("partly "):
+                some = " in some layers"
+                if is_tensor_parallel:
+                    also = "also "
+            words.append(f"{also}{up_to}{most}-way {name} parallel{some}{of_stages}")
 
     features = Counter(f"ZeRO-{summary.zero}" for summary in summaries if summary.zero)
     features["activation checkpointing"] = sum(summary.remat for summary in summaries)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from rich.console import Group, RenderableType
 
 from alpa_strategy.display.console import plain
+from alpa_strategy.display.stage_groups import busiest_stages
 from alpa_strategy.display.table import add_columns, plain_table
 from alpa_strategy.display.timeline import ScheduleTimeline, short_timeline
 from alpa_strategy.ir.plan import Plan
@@ -81,10 +82,23 @@ def waits_table(plan: Plan) -> RenderableType | None:
     for mesh, rows in enumerate(of_meshes[:_MOST_MESHES]):
         idle = format_seconds(sum(seconds for _, seconds in rows))
         table.add_row(schedule.meshes[mesh], idle, waits_text(rows))
+    parts: list[RenderableType] = [table]
     num_others = len(of_meshes) - _MOST_MESHES
-    if num_others <= 0:
-        return table
-    return Group(table, plain(f"and {num_others} more on the page", "dim"))
+    if num_others > 0:
+        parts.append(plain(f"and {num_others} more on the page", "dim"))
+    parts.append(plain(less_waiting_text(plan), "dim"))
+    return Group(*parts)
+
+
+def less_waiting_text(plan: Plan) -> str:
+    """Return a sentence on what reduces the waiting of a pipeline's devices."""
+    busiest = busiest_stages(plan)
+    stages = f"stage{'s' * (len(busiest) > 1)} {', '.join(map(str, busiest))}"
+    return (
+        f"Devices wait less if what they wait for gets shorter: the busiest devices have {stages}."
+        " Other cuts of layers or more micro-batches may do that (`alpa whatif` with --set"
+        " plan.num_stages=N or plan.num_microbatches=N), and faster links where it is messages."
+    )
 
 
 def waits_text(rows: Sequence[tuple[str, float]]) -> str:

@@ -22,7 +22,7 @@ from alpa_strategy.display.plan_words import (
 from alpa_strategy.display.stage_groups import idle_seconds
 from alpa_strategy.display.table import equal_stages, mesh_text, proof_of, recomputes, step_parts
 from alpa_strategy.display.timeline import ScheduleTimeline, device_range
-from alpa_strategy.display.waits import waits
+from alpa_strategy.display.waits import less_waiting_text, waits
 from alpa_strategy.ir.measured_steps import MeasuredSteps
 from alpa_strategy.ir.plan import (
     Collective,
@@ -81,6 +81,7 @@ def page_model(
         "memory": memory_of_devices(plan),
         "slowest": _slowest(plan, details),
         "busiest": busiest_text(plan),
+        "lessWaiting": less_waiting_text(plan) if len(plan.stages) > 1 else "",
         "messages": hidden_messages_text(plan),
         "parts": [[part, short_number(seconds)] for part, seconds in step_parts(plan).items()],
         "baselines": [[text, _finite(seconds)] for text, seconds in plan.baselines.items()],

@@ -231,6 +231,22 @@ def test_whatif_says_whether_the_unchanged_plan_still_fits(plans, capsys):
     assert format_rate(plan.figures.num_tokens / step) in out
 
 
+def test_the_row_of_a_change_has_the_kept_plan_where_that_is_the_better_one(plans, capsys):
+    plan = Plan.load(plans / "tensor.json")
+    step = plan.predicted.step_seconds
+    kept = UnchangedPlan(step / 2, 2**30, 2**31)
+    assert kept.is_faster_than(plan)
+    assert not replace(kept, memory_limit=2**29).is_faster_than(plan)
+    table = _overview([Variation("a"), Variation("b")], [plan, plan], [UnchangedPlan(), kept])
+    make_console(width=120).print(table)
+    (row,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith(" b ")]
+    assert row.count(format_seconds(step / 2)) == 2
+    assert "-50.0%" in row
+    assert "1.00 GiB" in row
+    assert plan.figures is not None
+    assert format_rate(2 * plan.figures.num_tokens / step) in row
+
+
 def test_whatif_keeps_its_figures_in_a_narrow_terminal(plans, capsys):
     plan = Plan.load(plans / "tensor.json")
     step = plan.predicted.step_seconds

@@ -219,6 +219,7 @@
         const seconds = alpa.sum(waits.map((wait) => wait[1]));
         const part = plan.timeline.drawn < plan.microbatches ? ` in the ${plan.timeline.drawn} micro-batches that are drawn` : "";
         nodes.push(alpa.table([`it waits${part} for`, "#time", "#share"], waits.map(([reason, time]) => [reason, alpa.seconds(time), alpa.percent(time / seconds)])));
+        nodes.push(el("p", { class: "soft" }, alpa.text(plan.lessWaiting)));
       }
     }
     for (const number of numbers) {

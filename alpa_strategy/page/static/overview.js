@@ -40,7 +40,7 @@
       const mean = alpa.sum(idle.map((share, mesh) => share * devices[mesh])) / alpa.sum(devices);
       nodes.push(figure("Waiting", alpa.percent(mean), note("of the devices' time, on average")));
     }
-    const scope = plan.eager || plan.gap >= 1 ? null : note("by the predicted costs; other numbers of micro-batches, host memory and compile are not covered");
+    const scope = plan.eager || plan.gap >= 1 ? null : note("by the predicted costs, over layouts, stages, meshes, schedules and activation checkpointing; not over other numbers of micro-batches, host memory or another setting of compile");
     nodes.push(figure("Optimum", proof(plan), note(alpa.text(plan.proof)), scope));
     return el("div", { class: "figures" }, nodes);
   }
