@@ -484,15 +484,14 @@ def _reasons(before: Plan, after: Plan, unchanged: UnchangedPlan) -> list[str]:
         memory = f"{format_bytes(unchanged.peak_bytes)} of {limit} a device"
         line = f"The plan as it is would take {format_seconds(unchanged.seconds)} a step there"
         saved = unchanged.seconds - step
-        noticeable = NOTICEABLE * unchanged.seconds
         if not unchanged.fits:
             count = before.num_microbatches
             cut = f", in {count} micro-batches as before" if count > 1 else ""
             lines.append(f"{line}, but does not fit: it needs {memory}{cut}.")
             outcome = "which fits there"
-        elif saved > noticeable:
+        elif saved > NOTICEABLE * unchanged.seconds:
             lines.append(f"{line}, and fits: {memory}. The new plan saves {format_seconds(saved)}.")
-        elif saved < -noticeable:
+        elif unchanged.is_faster_than(after):
             # Not all stages and layouts are tried.
             more = format_seconds(-saved)
             lines.append(f"{line}, and fits: {memory}. The plan that was found takes {more} more.")

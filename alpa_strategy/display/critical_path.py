@@ -8,6 +8,7 @@ from itertools import pairwise
 from alpa_strategy.display.stage_groups import busiest_stages
 from alpa_strategy.display.timeline import ScheduleTimeline
 from alpa_strategy.ir.plan import Plan
+from alpa_strategy.schedule_times import input_of, result_of
 from alpa_strategy.schedules import TimedAction
 from alpa_strategy.units import format_seconds
 
@@ -79,7 +80,8 @@ def critical_path(timeline: ScheduleTimeline, messages: Sequence[TimedMessage]) 
     actions = timeline.timed
     same = _SAME_MOMENT * timeline.seconds
     arrival = {(m.source, m.target, m.microbatch): m.end for m in messages}
-    index_of = {(a.stage, _result(a), a.microbatch): i for i, a in enumerate(actions)}
+    index_of = {result_of(action): index for index, action in enumerate(actions)}
+    num_stages = sum(map(len, timeline.stages))
     before: dict[int, int] = {}
     for index, action in enumerate(actions):
         if index and actions[index - 1].mesh == action.mesh:
@@ -95,28 +97,13 @@ def critical_path(timeline: ScheduleTimeline, messages: Sequence[TimedMessage]) 
             current = previous
             continue
         current = None
-        for stage, kind in _inputs(action):
-            maker = index_of.get((stage, kind, action.microbatch))
-            if maker is None:
-                continue
-            link = stage, action.stage, action.microbatch
+        source = input_of(action, num_stages)
+        maker = None if source is None else index_of.get(source)
+        if maker is not None:
+            link = actions[maker].stage, action.stage, action.microbatch
             if arrival.get(link, actions[maker].end) >= action.start - same:
                 current = maker
     return tuple(reversed(path))
-
-
-def _result(action: TimedAction) -> str:
-    return "B" if action.kind == "I" else action.kind
-
-
-def _inputs(action: TimedAction) -> list[tuple[int, str]]:
-    """Return the (stage, kind) of the results that an action may wait for."""
-    stage = action.stage
-    if action.kind == "F":
-        return [(stage - 1, "F")]
-    if action.kind == "W":
-        return [(stage, "B")]
-    return [(stage + 1, "B"), (stage, "F")]
 
 
 def critical_path_text(plan: Plan, timeline: ScheduleTimeline) -> str:

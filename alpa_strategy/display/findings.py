@@ -1,10 +1,8 @@
 """What limits a plan's step, in sentences with numbers: the page's and the terminal's."""
 
-from collections.abc import Sequence
-
 from alpa_strategy.display.communication import boundary_messages, hidden_messages_text
 from alpa_strategy.display.critical_path import critical_path_text
-from alpa_strategy.display.stage_groups import busiest_stages
+from alpa_strategy.display.stage_groups import busiest_stages, stages_name
 from alpa_strategy.display.table import step_parts
 from alpa_strategy.display.timeline import (
     ScheduleTimeline,
@@ -183,11 +181,7 @@ def busiest_text(plan: Plan) -> str:
         return ""
     group = busiest_stages(plan)
     devices = device_range(plan.stages[group[0]])
-    return f"on the devices of {_stages(group)} ({devices}), the busiest"
-
-
-def _stages(indices: Sequence[int]) -> str:
-    return f"stage{'s' * (len(indices) > 1)} {', '.join(map(str, indices))}"
+    return f"on the devices of {stages_name(group)} ({devices}), the busiest"
 
 
 def _imbalance(plan: Plan) -> list[str]:
@@ -207,4 +201,6 @@ def _imbalance(plan: Plan) -> list[str]:
     if len(groups) == len(plan.stages):
         return [f"Stage {busiest[0]} is the busiest: it works {work} stages."]
     devices = device_range(plan.stages[busiest[0]])
-    return [f"Devices {devices}, of {_stages(busiest)}, are the busiest: they work {work} devices."]
+    return [
+        f"Devices {devices}, of {stages_name(busiest)}, are the busiest: they work {work} devices."
+    ]

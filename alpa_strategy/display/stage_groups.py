@@ -19,6 +19,11 @@ def devices_text(sizes: Sequence[int]) -> str:
     return "one device" if most == 1 else f"{most} devices"
 
 
+def stages_name(indices: Sequence[int]) -> str:
+    """Return stages as text: `stage 1`, `stages 0, 3`."""
+    return f"stage{'s' * (len(indices) > 1)} {', '.join(map(str, indices))}"
+
+
 def idle_seconds(plan: Plan) -> list[float]:
     """Return the seconds of a step in which the devices of each group are idle, in the order of
     `stages_by_devices`: the devices' step, less the work of all stages that they have.

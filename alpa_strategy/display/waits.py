@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from rich.console import Group, RenderableType
 
 from alpa_strategy.display.console import plain
-from alpa_strategy.display.stage_groups import busiest_stages
+from alpa_strategy.display.stage_groups import busiest_stages, stages_name
 from alpa_strategy.display.table import add_columns, plain_table
 from alpa_strategy.display.timeline import ScheduleTimeline, short_timeline
 from alpa_strategy.ir.plan import Plan
@@ -92,10 +92,9 @@ def waits_table(plan: Plan) -> RenderableType | None:
 
 def less_waiting_text(plan: Plan) -> str:
     """Return a sentence on what reduces the waiting of a pipeline's devices."""
-    busiest = busiest_stages(plan)
-    stages = f"stage{'s' * (len(busiest) > 1)} {', '.join(map(str, busiest))}"
+    busiest = stages_name(busiest_stages(plan))
     return (
-        f"Devices wait less if what they wait for gets shorter: the busiest devices have {stages}."
+        f"Devices wait less if what they wait for gets shorter: the busiest devices have {busiest}."
         " Other cuts of layers or more micro-batches may do that (`alpa whatif` with --set"
         " plan.num_stages=N or plan.num_microbatches=N), and faster links where it is messages."
     )

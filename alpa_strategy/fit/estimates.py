@@ -108,10 +108,7 @@ class Estimates:
         about = self._about_bytes_of_stage(configuration)
         if about >= CLEARLY_TOO_LARGE * self.task.memory_limit:
             return about
-        cost = self._middle_alone(configuration)
-        alive = self.solvers.alive(configuration)[0]
-        of_layer = stored_bytes(cost, alive, configuration.remat)
-        return self._shared_evenly(of_layer, configuration)
+        return self._stored_evenly(configuration, self._middle_alone(configuration))
 
     def _about_bytes_of_stage(self, configuration: Configuration) -> float:
         """Return about as many bytes as `least_bytes_of_stage`, without the graph of a micro-batch:
@@ -119,9 +116,19 @@ class Estimates:
         """
         most = max(self.solvers.counts)
         smallest = replace(configuration, num_microbatches=most)
-        cost = self._middle_alone(smallest)
-        alive = self.solvers.alive(configuration)[0]
         growth = most / configuration.num_microbatches
+        return self._stored_evenly(configuration, self._middle_alone(smallest), growth)
+
+    def _stored_evenly(
+        self, configuration: Configuration, cost: StageCost, growth: float = 1.0
+    ) -> float:
+        """Return the bytes that stay on a device of a stage whose devices share all evenly.
+
+        Args:
+            cost: of a middle layer on one device.
+            growth: how many times as many activations there are.
+        """
+        alive = self.solvers.alive(configuration)[0]
         activations = growth * kept_bytes(cost, alive, configuration.remat)
         return self._shared_evenly(cost.always + activations, configuration)
 

@@ -34,9 +34,12 @@ class RecomputeSegments:
         known = [] if priced.key is None else self._known.setdefault(priced.key, [])
         best = priced.request.starts
         least_bytes = math.inf
+        if not known:
+            known.append((best, cost_of(priced.finest, priced.free.assignment)))
+        _, finest_cost = known[0]
         for index, count in enumerate(_halvings(len(best))):
             if index == len(known):
-                known.append(_segmentation(priced, count))
+                known.append(_segmentation(priced, finest_cost, count))
             starts, cost = known[index]
             num_bytes = cost.num_bytes(alive, True)
             if num_bytes >= least_bytes:
@@ -53,16 +56,17 @@ def _halvings(count: int) -> Iterator[int]:
         count //= 2
 
 
-def _segmentation(priced: "PricedStage", count: int) -> Segmentation:
+def _segmentation(priced: "PricedStage", finest_cost: StageCost, count: int) -> Segmentation:
     """Return a stage split into `count` recompute segments with graphs of about equal size, with
     its costs under the optimum without a limit.
 
     Many segments store more for every micro-batch in flight, few have larger graphs.
+
+    Args:
+        priced: the stage.
+        finest_cost: its cost with a segment at each start that is possible.
+        count: fewer than these.
     """
-    starts = priced.request.starts
-    assignment = priced.free.assignment
-    cost = cost_of(priced.finest, assignment)
-    if count == len(starts):
-        return starts, cost
-    fewer = tuple(starts[position] for position in balanced_groups(cost.again, count))
-    return fewer, cost_of(priced.problem(fewer), assignment)
+    positions = balanced_groups(finest_cost.again, count)
+    fewer = tuple(priced.request.starts[position] for position in positions)
+    return fewer, cost_of(priced.problem(fewer), priced.free.assignment)

@@ -149,9 +149,10 @@ class _Question:
         """
         chosen_layout = self._layout_in(self._stage)
         chosen = self._of_plan(chosen_layout)
-        pinned, others = self._pinned()
+        layouts = list(self._layouts())
+        pinned, others = self._pinned(layouts)
         allowed = self._without_penalties(pinned, chosen_layout)
-        num_forbidden = len(list(self._layouts())) - len(allowed) - len(others)
+        num_forbidden = len(layouts) - len(allowed) - len(others)
 
         reasons: list[str] = []
         candidates = []
@@ -180,14 +181,19 @@ class _Question:
             num_slower=num_slower,
         )
 
-    def _pinned(self) -> tuple[list[_PinnedLayout], list[LayoutChoice]]:
+    def _pinned(
+        self, layouts: Iterable[tuple[str, tuple[int, ...]]]
+    ) -> tuple[list[_PinnedLayout], list[LayoutChoice]]:
         """Return the stage with each layout that has a finite cost, solved without a memory limit,
         and the layouts with which it has no solution.
+
+        Args:
+            layouts: as of `_layouts`.
         """
         pinned: list[_PinnedLayout] = []
         impossible: list[LayoutChoice] = []
         costs = self._priced.intra.problem.choices[self._choice].cost
-        for layout, strategies in self._layouts():
+        for layout, strategies in layouts:
             if not np.isfinite(costs[list(strategies)]).any():
                 continue
             try:

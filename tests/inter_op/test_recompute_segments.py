@@ -11,6 +11,7 @@ from inter_op.test_tight_memory import OPTIMIZERS, captured, cluster
 from alpa_strategy.cost.model import RooflineCosts
 from alpa_strategy.inter_op.recompute_segments import RecomputeSegments, _halvings, _segmentation
 from alpa_strategy.inter_op.stage_costs import StageCostTask
+from alpa_strategy.inter_op.stage_problem import cost_of
 from alpa_strategy.inter_op.stage_solve import PricedStage, StageRequest, StageSolver
 from alpa_strategy.inter_op.subgraph import cluster_layers
 from alpa_strategy.microbatch.transform import microbatch
@@ -48,9 +49,10 @@ def test_no_halving_needs_less_memory(order: int) -> None:
     segments = RecomputeSegments()
     numbers = set()
     for alive in (1.0, 2.0, 4.0, 16.0, 64.0)[::order]:
-        of_halvings = {}
-        for count in _halvings(len(priced.request.starts)):
-            starts, cost = _segmentation(priced, count)
+        finest = cost_of(priced.finest, priced.free.assignment)
+        of_halvings = {priced.request.starts: finest.num_bytes(alive, True)}
+        for count in list(_halvings(len(priced.request.starts)))[1:]:
+            starts, cost = _segmentation(priced, finest, count)
             of_halvings[starts] = cost.num_bytes(alive, True)
         chosen = segments.least_memory(priced, alive)
         assert of_halvings[chosen] == min(of_halvings.values())
